@@ -1,0 +1,98 @@
+"""Outputs of the last run, after DVC has removed them from the workspace: from its cache or its remote.
+
+DVC deletes a stage's outputs before it runs the stage, and a fresh clone has no store. dvc.lock still names the
+old outputs, so that what they hold need not be computed again.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from eaglet.files import sync_folder
+from eaglet.paths import DVC_LOCK
+
+
+class PastOutput:
+    """A file or folder as dvc.lock records it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._recorded = path.as_posix() in _recorded_outputs()
+        self._filesystem: Any = None
+
+    def _open(self) -> Any:
+        if self._filesystem is None:
+            from dvc.api import DVCFileSystem
+
+            self._filesystem = DVCFileSystem(os.curdir)
+        return self._filesystem
+
+    def fetch(self, name: str, to: Path) -> bool:
+        """Bring one file of the output (`name` "" is the output itself) to `to`, by hard link where it can.
+
+        Returns:
+            False where neither cache nor remote has it; nothing is left half-written.
+        """
+        if not self._recorded:
+            return False
+        source = (self.path / name).as_posix()
+        try:
+            info = self._open().info(source)
+        except (FileNotFoundError, OSError):
+            return False
+        to.parent.mkdir(parents=True, exist_ok=True)
+        scratch = to.with_name(f".{to.name}.{os.getpid()}.tmp")
+        scratch.unlink(missing_ok=True)
+        try:
+            cached = _cached_object(self._open(), info)
+            if cached is not None:
+                try:
+                    os.link(cached, scratch)
+                except OSError:  # another device: the remote-or-cache copy below
+                    cached = None
+            if cached is None:
+                self._open().get_file(source, str(scratch))
+                with scratch.open("rb") as file:
+                    os.fsync(file.fileno())
+                scratch.chmod(0o444)
+            scratch.replace(to)
+        except Exception as error:
+            # Any remote (S3, SSH, HDFS, …) brings its own errors; a file that cannot be had is computed again.
+            if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in _REMOTE_PACKAGES:
+                raise
+            return False
+        finally:
+            scratch.unlink(missing_ok=True)
+        sync_folder(to.parent)
+        return True
+
+
+_REMOTE_PACKAGES = ("dvc", "dvc_data", "dvc_objects", "dvc_s3", "botocore", "s3fs", "aiobotocore", "aiohttp", "fsspec")
+
+
+def _cached_object(filesystem: Any, info: dict[str, Any]) -> Path | None:
+    """The file in DVC's local cache, if it is there."""
+    md5 = (info.get("dvc_info") or {}).get("md5") or info.get("md5")
+    if not md5:
+        return None
+    path = Path(filesystem.repo.cache.local.oid_to_path(md5))
+    return path if path.is_file() else None
+
+
+def _recorded_outputs() -> dict[str, str]:
+    """{path: md5} of every output that dvc.lock names."""
+    if not DVC_LOCK.is_file():
+        return {}
+    lock = yaml.safe_load(DVC_LOCK.read_text()) or {}
+    return {
+        out["path"]: out.get("md5", "")
+        for stage in (lock.get("stages") or {}).values()
+        for out in stage.get("outs", [])
+    }
+
+
+def recorded_outputs() -> dict[Path, str]:
+    """{path: md5} of the outputs in dvc.lock; a folder's md5 ends in ".dir"."""
+    return {Path(path): md5 for path, md5 in _recorded_outputs().items()}

@@ -1,0 +1,62 @@
+"""Progress of long work on a terminal; quiet elsewhere."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from eaglet.files import human_bytes
+
+_EVERY = 0.5  # seconds between two lines on a terminal
+
+
+class Progress:
+    """Rows, tokens and bytes done; the rate and the time left follow from tokens, since rows differ in length."""
+
+    def __init__(self, label: str, total_tokens: int, total_rows: int) -> None:
+        self._label = label
+        self._total_tokens = total_tokens
+        self._total_rows = total_rows
+        self._rows = self._tokens = self._bytes = 0
+        self._start = time.monotonic()
+        self._shown = 0.0
+        self._live = sys.stderr.isatty()
+
+    def add(self, rows: int = 0, tokens: int = 0, size: int = 0) -> None:
+        """Count what was just finished."""
+        self._rows += rows
+        self._tokens += tokens
+        self._bytes += size
+        now = time.monotonic()
+        if self._live and now - self._shown > _EVERY:
+            self._shown = now
+            sys.stderr.write(f"\r\033[K{self._line(now)}")
+            sys.stderr.flush()
+
+    def _line(self, now: float) -> str:
+        rate = self._tokens / max(now - self._start, 1e-9)
+        parts = [f"{self._label}: {self._rows:,}/{self._total_rows:,} rows", f"{self._tokens:,} tokens"]
+        parts.append(f"{rate:,.0f} tok/s")
+        if self._bytes:
+            parts.append(human_bytes(self._bytes))
+        if 0 < self._tokens < self._total_tokens:
+            parts.append(f"{(self._total_tokens - self._tokens) / rate:,.0f} s left")
+        return " · ".join(parts)
+
+    def close(self) -> None:
+        """Clear the live line and leave one that says what was done."""
+        if self._live:
+            sys.stderr.write("\r\033[K")
+        if self._rows:
+            seconds = time.monotonic() - self._start
+            sys.stderr.write(f"{self._line(time.monotonic())} · {seconds:.1f} s\n")
+
+
+@contextmanager
+def progress(label: str, total_tokens: int, total_rows: int) -> Iterator[Progress]:
+    """A `Progress` that is closed whatever happens."""
+    shown = Progress(label, total_tokens, total_rows)
+    try:
+        yield shown
+    finally:
+        shown.close()

@@ -1,0 +1,95 @@
+"""Answers already given, by prompt × model × parameters: the target answers nothing twice."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from eaglet import files
+from eaglet.engines import Answer
+from eaglet.errors import EagletError
+from eaglet.params import GenerateParams
+from eaglet.paths import STORE
+from eaglet.target import Fingerprint
+
+
+def request_key(model: Fingerprint, numerics: str, params: GenerateParams) -> str:
+    """What an answer follows from besides its context."""
+    sampling = {"max_new_tokens": params.max_new_tokens, "temperature": params.temperature}
+    if params.temperature > 0:  # greedy answers do not depend on the rest
+        sampling |= {"top_p": params.top_p, "top_k": params.top_k, "seed": params.seed}
+    return files.digest({"model": model.states, "text": model.text, "numerics": numerics, "sampling": sampling})
+
+
+class Answers:
+    """An append-only log of answers under one request key, each durable once `add` returns."""
+
+    def __init__(self, request: str) -> None:
+        self.request = request
+        self._path = STORE / "responses" / f"{request}.jsonl"
+        self._known: dict[str, Answer] = {}
+        complete = 0
+        if self._path.is_file():
+            for line in self._path.read_bytes().splitlines(keepends=True):
+                # A last line without its newline was cut off by a crash: it is written again.
+                if line.endswith(b"\n"):
+                    context, *answer = json.loads(line)
+                    self._known[context] = Answer(*answer)
+                    complete += len(line)
+        self._complete = complete
+
+    def __enter__(self) -> "Answers":
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab")
+        self._file.truncate(self._complete)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+
+    def get(self, context_ids: Sequence[int]) -> Answer | None:
+        """The answer to a context, if it was ever given."""
+        return self._known.get(_context_key(context_ids))
+
+    def add(self, answered: Sequence[tuple[list[int], Answer]]) -> None:
+        """Keep answers: written, flushed and synced."""
+        for context, answer in answered:
+            key = _context_key(context)
+            self._known[key] = answer
+            line = files.canonical_json([key, answer.answer_ids, answer.finish_reason])
+            self._file.write(line.encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def adopt(self, records: Iterator[dict[str, Any]]) -> int:
+        """Take over answers from records of an earlier run's output that have the same request key."""
+        found = []
+        for record in records:
+            if record["request"] == self.request:
+                for turn in record["turns"]:
+                    if turn["finish_reason"] != "given" and self.get(turn["context_ids"]) is None:
+                        found.append((turn["context_ids"], Answer(turn["answer_ids"], turn["finish_reason"])))
+        self.add(found)
+        return len(found)
+
+
+def _context_key(context_ids: Sequence[int]) -> str:
+    return files.digest(list(context_ids))[:32]
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of data/responses.jsonl: id, source, heldout, messages, turns, request.
+
+    Raises:
+        EagletError: missing, or a line that is not JSON.
+    """
+    if not path.is_file():
+        raise EagletError(f"{path} is missing: run `dvc repro generate`, or `dvc pull`")
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise EagletError(f"{path}:{number}: not JSON ({error}): `dvc checkout` brings it back") from None
