@@ -19,7 +19,7 @@ class PastOutput:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._recorded = path.as_posix() in _recorded_outputs()
+        self._recorded = path in recorded_outputs()
         self._filesystem: Any = None
 
     def _open(self) -> Any:
@@ -75,24 +75,30 @@ _REMOTE_PACKAGES = ("dvc", "dvc_data", "dvc_objects", "dvc_s3", "botocore", "s3f
 def _cached_object(filesystem: Any, info: dict[str, Any]) -> Path | None:
     """The file in DVC's local cache, if it is there."""
     md5 = (info.get("dvc_info") or {}).get("md5") or info.get("md5")
-    if not md5:
-        return None
-    path = Path(filesystem.repo.cache.local.oid_to_path(md5))
+    return _existing(filesystem.repo, md5) if md5 else None
+
+
+def _existing(repo: Any, md5: str) -> Path | None:
+    path = Path(repo.cache.local.oid_to_path(md5))
     return path if path.is_file() else None
 
 
-def _recorded_outputs() -> dict[str, str]:
-    """{path: md5} of every output that dvc.lock names."""
+def cache_path(md5: str) -> Path | None:
+    """The file of DVC's local cache that holds an object, if it is there."""
+    from dvc.repo import Repo
+
+    with Repo(os.curdir) as repo:
+        return _existing(repo, md5)
+
+
+def recorded_outputs() -> dict[Path, str]:
+    """{path: md5} of every output that dvc.lock names; a folder's md5 ends in ".dir"."""
     if not DVC_LOCK.is_file():
         return {}
     lock = yaml.safe_load(DVC_LOCK.read_text()) or {}
     return {
-        out["path"]: out.get("md5", "")
+        Path(out["path"]): out["md5"]
         for stage in (lock.get("stages") or {}).values()
         for out in stage.get("outs", [])
+        if "md5" in out
     }
-
-
-def recorded_outputs() -> dict[Path, str]:
-    """{path: md5} of the outputs in dvc.lock; a folder's md5 ends in ".dir"."""
-    return {Path(path): md5 for path, md5 in _recorded_outputs().items()}

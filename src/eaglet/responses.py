@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -53,26 +53,29 @@ class Answers:
         """The answer to a context, if it was ever given."""
         return self._known.get(_context_key(context_ids))
 
+    def learn(self, answered: Sequence[tuple[list[int], Answer]]) -> None:
+        """Know answers for now, without keeping them."""
+        for context, answer in answered:
+            self._known[_context_key(context)] = answer
+
     def add(self, answered: Sequence[tuple[list[int], Answer]]) -> None:
         """Keep answers: written, flushed and synced."""
+        self.learn(answered)
         for context, answer in answered:
-            key = _context_key(context)
-            self._known[key] = answer
-            line = files.canonical_json([key, answer.answer_ids, answer.finish_reason])
+            line = files.canonical_json([_context_key(context), answer.answer_ids, answer.finish_reason])
             self._file.write(line.encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def adopt(self, records: Iterator[dict[str, Any]]) -> int:
-        """Take over answers from records of an earlier run's output that have the same request key."""
-        found = []
-        for record in records:
-            if record["request"] == self.request:
-                for turn in record["turns"]:
-                    if turn["finish_reason"] != "given" and self.get(turn["context_ids"]) is None:
-                        found.append((turn["context_ids"], Answer(turn["answer_ids"], turn["finish_reason"])))
-        self.add(found)
-        return len(found)
+    def unknown(self, records: Iterable[dict[str, Any]]) -> list[tuple[list[int], Answer]]:
+        """Answers of an earlier run's records that have the same request key and are not known here."""
+        return [
+            (turn["context_ids"], Answer(turn["answer_ids"], turn["finish_reason"]))
+            for record in records
+            if record["request"] == self.request
+            for turn in record["turns"]
+            if turn["finish_reason"] != "given" and self.get(turn["context_ids"]) is None
+        ]
 
 
 def _context_key(context_ids: Sequence[int]) -> str:

@@ -1,6 +1,8 @@
 """The target model: where its folder is, what it is (fingerprint), and its pieces."""
 
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from eaglet import files
 from eaglet.errors import EagletError
+from eaglet.hashes import sha256
 from eaglet.params import TargetParams
 from eaglet.paths import MODEL, STORE
 
@@ -155,12 +158,13 @@ def _convert_packaged() -> Path:
 
     transformers.utils.logging.disable_progress_bar()
     where = {"gguf_file": source.name, "local_files_only": True}
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        source.parent,
-        dtype=torch.bfloat16,
-        quantization_config=transformers.GgufConfig(dequantize=True),
-        **where,
-    )
+    with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be turned off
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            dtype=torch.bfloat16,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+            **where,
+        )
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **where)
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
@@ -231,7 +235,7 @@ def fingerprint(folder: Path) -> Fingerprint:
     stable_config = {key: value for key, value in raw_config.items() if key not in _VOLATILE_CONFIG}
     weights = weight_files(folder)
     hashes = {"config.json": files.digest(stable_config)}
-    hashes |= _remembered_hashes(weights)
+    hashes |= {path.name: value for path, value in sha256(weights).items()}
     text_hashes = {}
     for path in [folder / name for name in _TOKENIZER_FILES] + sorted(folder.glob("*.jinja")):
         if path.is_file():
@@ -251,25 +255,6 @@ def fingerprint(folder: Path) -> Fingerprint:
         parameters_bytes=sum(path.stat().st_size for path in weights),
         files={**hashes, **text_hashes},
     )
-
-
-def _remembered_hashes(paths: list[Path]) -> dict[str, str]:
-    """sha256 of each file, read again only where size, time or inode differ from the last look."""
-    memory_path = STORE / "hashes.json"
-    memory = json.loads(memory_path.read_text()) if memory_path.is_file() else {}
-    found, changed = {}, False
-    for path in paths:
-        stat = path.stat()
-        seen = [stat.st_size, stat.st_mtime_ns, stat.st_ino]
-        known = memory.get(str(path.resolve()))
-        if known is None or known[0] != seen:
-            known = [seen, files.file_sha256(path)]
-            memory[str(path.resolve())] = known
-            changed = True
-        found[path.name] = known[1]
-    if changed:
-        files.write_json(memory_path, memory)
-    return found
 
 
 def write_fingerprint(found: Fingerprint) -> None:

@@ -1,26 +1,28 @@
 """Independent oracle: speculators' own EAGLE-3 training forward, on the CPU in fp32.
 
-`python speculators_eagle3.py IN.safetensors OUT.safetensors [eager|sdpa]`, in a venv made from requirements.txt
-beside this file. It shares no code with the project: the model, the shift of the batch, the collation, the
-training-time test and the loss are those of the published package. Its default attention, flex, has no backward
-on the CPU; eager and sdpa are its own alternatives. So is the eager loss: the default, fused, is a Triton kernel.
+`python speculators_eagle3.py IN.safetensors OUT.safetensors [eager|sdpa]`, in a venv made from the
+requirements.txt beside this file. It shares no code with the project: the model, the shift of the batch, the
+collation, the training-time test and the loss are those of the published package. Its default attention,
+flex, has no backward on the CPU, and its default loss is a Triton kernel; their eager twins, also its own,
+are used.
 
-IN: the drafter under SGLang's names (`fc.weight`, `midlayer.*`, `norm.weight`, `lm_head.weight`, `d2t`, `t2d`),
-`embed_tokens.weight [V,H]`, `input_ids [T]`, `aux [T,3H]`, `loss_mask [T]`, the teacher as `teacher_logits [T,V]`
-or as `final [T,H]` with `head.weight [V,H]` (`final` is after the norm; before it if `final_norm.weight [H]` is
-given), optionally `lengths [n]` (documents packed in one row; sum T), and the JSON metadata key `config`:
-hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim, rope_theta, rms_norm_eps,
-vocab_size, draft_vocab_size, ttt_steps, optionally rope_scaling and loss_decay (default 1).
+IN: the drafter under SGLang's names (`fc.weight`, `midlayer.*`, `norm.weight`, `lm_head.weight`, `d2t`,
+`t2d`), `embed_tokens.weight [V,H]`, `input_ids [T]`, `aux [T,3H]`, `loss_mask [T]`, the teacher as
+`teacher_logits [T,V]` or as `final [T,H]` with `head.weight [V,H]` (`final` is after the norm; before it if
+`final_norm.weight [H]` is given), optionally `lengths [n]` (documents packed in one row; sum T), and the JSON
+metadata key `config`: hidden_size, intermediate_size, num_attention_heads, num_key_value_heads, head_dim,
+rope_theta, rms_norm_eps, vocab_size, draft_vocab_size, ttt_steps, optionally rope_scaling and loss_decay
+(default 1).
 
 OUT, in the project's rows (row t, step k: feature of position t, input token x_{t+1+k}):
-- `logits [K,T,Vd]`, `features [K,T,H]` (g^{k+1}, before the norm), `valid [K,T]`: x_{t+1+k} is in t's document.
-  speculators also computes rows that are not valid (with a later document's token, or token 0): do not compare
-  them. It drops the last row of each document; such rows are NaN here, as is all that it does not define.
+- `logits [K,T,Vd]`, `features [K,T,H]` (g^{k+1}, before the norm), `valid [K,T]`: x_{t+1+k} is in t's
+  document. Compare valid rows only: the others are computed with a later document's token or token 0, and the
+  last row of a document, which speculators drops, is NaN.
 - `target_probs [K,T,Vd]`, `kl [K,T]`: what its loss compared with what, and KL(target || draft), per row.
-- `counted [K,T]`: rows in the loss of the step, i.e. loss_mask[t+1+k]; with `lengths` also rows not `valid`.
-- `loss_steps [K]` (times loss_decay^k), `loss []`, and `grad.NAME`, the gradient of `loss` for each trained tensor.
-- `full_acc [K]`: its metric "right at this and every earlier step" over the counted rows of the step (rows with
-  loss_mask[t+1] = 0 never count as right), argmax of both sides within the draft vocabulary.
+- `counted [K,T]`: rows in the loss of the step: loss_mask[t+1+k]; with `lengths` also rows not `valid`.
+- `loss_steps [K]` (times loss_decay^k), `loss []`, and `grad.NAME`: its gradient for each trained tensor.
+- `full_acc [K]`: its metric "right at this and every earlier step" over the counted rows of the step (rows
+  with loss_mask[t+1] = 0 never count as right), argmax of both sides within the draft vocabulary.
 """
 
 import json
@@ -46,9 +48,10 @@ DRAFT = ("fc.", "midlayer.", "norm.", "lm_head.")
 
 def build(cfg: dict[str, Any], data: dict[str, Tensor], attention: str) -> Eagle3DraftModel:
     """speculators' drafter with the weights of IN; strict, so no tensor is left at its initial value."""
-    same = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps vocab_size"
+    same = "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps"
     rope = {"rope_type": "default", "rope_theta": cfg["rope_theta"], **(cfg.get("rope_scaling") or {})}
-    layer = LlamaConfig(**{k: cfg[k] for k in same.split()}, num_hidden_layers=1, rope_parameters=rope)
+    sizes = {name: cfg[name] for name in [*same.split(), "vocab_size"]}
+    layer = LlamaConfig(**sizes, num_hidden_layers=1, rope_parameters=rope)
     layer._attn_implementation = attention
     model = Eagle3DraftModel(
         Eagle3SpeculatorConfig(
@@ -94,8 +97,8 @@ def batch_of(data: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
         for i, n in enumerate(lengths)
     ]
     rows = torch.cat([document.pop("row")[:-1] for document in documents])
-    collate = CollateFn(total - len(lengths), data["aux"].shape[1] // 3, dtype=torch.float32, preprocess=shift_batch)
-    batch = collate(documents)
+    width = data["aux"].shape[1] // 3
+    batch = CollateFn(total - len(lengths), width, dtype=torch.float32, preprocess=shift_batch)(documents)
     batch.pop("error_records")
     return batch, rows
 
@@ -134,6 +137,7 @@ def run(cfg: dict[str, Any], data: dict[str, Tensor], attention: str) -> dict[st
     document = batch["document_ids"][0]
     inside = [document[: len(rows) - k] == document[k:] for k in range(steps)]
     counted = [batch["loss_mask"][0, k:] for k in range(steps)]
+    m = metrics.get
     weights = {k.replace("layers.0.", "midlayer."): v for k, v in model.named_parameters()}
     return {
         "logits": place(logits),
@@ -142,8 +146,8 @@ def run(cfg: dict[str, Any], data: dict[str, Tensor], attention: str) -> dict[st
         "counted": place(counted, False),
         "target_probs": place([probabilities for probabilities, _ in compared]),
         "kl": place([kl for _, kl in compared]),
-        "loss_steps": torch.stack([metrics[f"loss_{k}_sum"] for k in range(steps)]),
-        "full_acc": torch.stack([metrics[f"full_acc_{k}_sum"] / metrics[f"full_acc_{k}_total"] for k in range(steps)]),
+        "loss_steps": torch.stack([m(f"loss_{k}_sum") for k in range(steps)]),
+        "full_acc": torch.stack([m(f"full_acc_{k}_sum") / m(f"full_acc_{k}_total") for k in range(steps)]),
         "loss": loss.detach(),
     } | {f"grad.{name}": weight.grad for name, weight in weights.items() if weight.grad is not None}
 

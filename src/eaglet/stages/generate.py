@@ -79,7 +79,7 @@ def adopt_past(answers: responses.Answers) -> None:
     with tempfile.TemporaryDirectory(dir=STORE) as folder:
         past = Path(folder) / RESPONSES.name
         if PastOutput(RESPONSES).fetch("", past):
-            answers.adopt(responses.read(past))
+            answers.add(answers.unknown(responses.read(past)))
 
 
 def answer_all(
