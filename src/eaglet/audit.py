@@ -158,8 +158,8 @@ def compare(
 
 def _diagnose(values: torch.Tensor, right: torch.Tensor, truth: Reference) -> str:
     """The known mistake that explains the values best."""
-    candidates = {f"the output of layer {layer} (layer off?)": other for layer, other in enumerate(truth.outputs)}
-    candidates["the state before the final norm (norm missing?)"] = truth.outputs[-1]
+    candidates = {f"the output of layer {layer} (layer off?)": other for layer, other in enumerate(truth.outputs[:-1])}
+    candidates[f"the output of layer {len(truth.outputs) - 1}, before the final norm (norm missing?)"] = truth.outputs[-1]
     candidates["the state after the final norm"] = truth.final
     candidates["the final norm applied twice"] = truth.final_twice
     errors = {what: relative_error(values, other) for what, other in candidates.items()}

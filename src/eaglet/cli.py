@@ -46,5 +46,78 @@ def tokenize() -> None:
     stage.run(params.load())
 
 
+@main.command()
+def extract() -> None:
+    """Compute the hidden states that rows and layers lack, into shards."""
+    from eaglet.stages import extract as stage
+
+    stage.run(params.load())
+
+
+@main.command()
+def audit() -> None:
+    """Check every stored row; compare a sample with plain Transformers."""
+    from eaglet.stages import audit as stage
+
+    stage.run(params.load())
+
+
+@main.command()
+def vocab() -> None:
+    """Choose the draft vocabulary from the answers' tokens."""
+    from eaglet.stages import vocab as stage
+
+    stage.run(params.load())
+
+
+@main.command()
+def train() -> None:
+    """Train the drafter on the stored hidden states."""
+    from eaglet.stages import train as stage
+
+    stage.run(params.load())
+
+
+@main.command()
+def evaluate() -> None:
+    """Decode held-out prompts with drafter and target together."""
+    from eaglet.stages import evaluate as stage
+
+    stage.run(params.load())
+
+
+@main.command()
+def plan() -> None:
+    """What `dvc repro` would compute and reuse, and the bytes it needs, before anything runs."""
+    from eaglet.commands import plan as command
+
+    command.run(params.load())
+
+
+@main.command()
+@click.argument("sample", required=False)
+def show(sample: str | None) -> None:
+    """The anatomy of a stored SAMPLE: a row's id or the start of its sample hash; the first row by default."""
+    from eaglet.commands import show as command
+
+    command.run(sample)
+
+
+@main.command()
+def verify() -> None:
+    """Read every stored byte and compare its checksum; exit 1 and name what is bad."""
+    from eaglet.commands import verify as command
+
+    command.run()
+
+
+@main.command()
+def results() -> None:
+    """The table of the last run."""
+    from eaglet.commands import results as command
+
+    command.run()
+
+
 if __name__ == "__main__":
     main()

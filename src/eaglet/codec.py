@@ -1,8 +1,8 @@
 """bfloat16 states to bytes and back, bit for bit: the blocks of a shard (docs/format.md).
 
-A bf16 is one sign bit, eight exponent bits and seven mantissa bits. Sign and mantissa are noise and are kept as
-they are; the exponents, taken relative to their channel's usual one, are what compresses. Only numpy arrays of
-bit patterns (uint16) pass through here; no arithmetic is done on the values, so NaN payloads survive.
+A bf16 is one sign bit, eight exponent bits and seven mantissa bits. Sign and mantissa are noise and are kept
+as they are; the exponents, taken relative to their channel's usual one, are what compresses. Only bits
+(uint16 arrays) pass through here: no arithmetic is done on the values, so NaN payloads survive.
 """
 
 import threading
@@ -86,7 +86,13 @@ _local = _PerThread()
 
 
 def rows_per_block(hidden: int) -> int:
-    """Token rows in a block of states of `hidden` channels; a sample's last block may hold fewer."""
+    """Token rows in a block of states of `hidden` channels; a sample's last block may hold fewer.
+
+    Raises:
+        ValueError: `hidden` is below 1.
+    """
+    if hidden < 1:
+        raise ValueError(f"hidden size {hidden}")
     return max(1, PLANE_BYTES // hidden)
 
 
@@ -126,8 +132,8 @@ def encode(states: Bits, codec: str) -> Run:
 def _base(states: Bits) -> Bytes:
     """Each channel's lower median exponent over up to 128 evenly spaced rows: uint8 [H].
 
-    Found bit by bit, as the largest value that at most half the rows lie below: a few passes over bytes, where
-    sorting would cost as much as the rest of the encoder.
+    Found bit by bit, as the largest value that at most half the rows lie below: a few passes over bytes,
+    where sorting would cost as much as the rest of the encoder.
     """
     length, hidden = states.shape
     count = min(length, BASE_ROWS)
@@ -143,7 +149,7 @@ def _base(states: Bits) -> Bytes:
 
 
 def _planes(part: Bits, base: Bytes) -> tuple[bytes, memoryview]:
-    """The zstd frame of the rebased exponents, and the plane of signs and mantissas (valid until the next call)."""
+    """The zstd frame of the rebased exponents; the signs and mantissas, valid until the next call."""
     turned, low, exponents, rest = _local.scratch(*part.shape)
     # One bit to the left: exponent in the high byte, mantissa and then the sign in the low one.
     np.left_shift(part, 1, out=turned)
@@ -156,7 +162,7 @@ def _planes(part: Bits, base: Bytes) -> tuple[bytes, memoryview]:
     return _local.compressor.compress(exponents.data), rest.data
 
 
-def decode_block(block: bytes, exponents: int, base: Bytes, rows: int, out: Bits, first: int = 0) -> None:
+def decode_block(block: bytes, exponents: int, base: Bytes, rows: int, out: Bits, *, first: int = 0) -> None:
     """Decode rows `first` to `first + len(out)` of a block into `out`.
 
     Nothing larger than the block's known size is ever allocated, whatever the frame claims.

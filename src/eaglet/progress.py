@@ -44,12 +44,10 @@ class Progress:
         return " · ".join(parts)
 
     def close(self) -> None:
-        """Clear the live line and leave one that says what was done."""
-        if self._live:
-            sys.stderr.write("\r\033[K")
-        if self._rows:
-            seconds = time.monotonic() - self._start
-            sys.stderr.write(f"{self._line(time.monotonic())} · {seconds:.1f} s\n")
+        """Turn the live line into one that says what was done."""
+        if self._live and self._rows:
+            now = time.monotonic()
+            sys.stderr.write(f"\r\033[K{self._line(now)} · {now - self._start:.1f} s\n")
 
 
 @contextmanager

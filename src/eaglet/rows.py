@@ -87,7 +87,7 @@ def read(path: Path) -> list[Row]:
     for number in range(table.num_rows):
         sample, name, source, heldout, greedy = (columns[place][number].as_py() for place in range(5))
         ids, mask, starts = (columns[place][number].values.to_numpy(zero_copy_only=False) for place in range(5, 8))
-        row = Row(name, source, heldout, greedy, ids, mask.astype(bool), starts.tolist())
+        row = Row(name, source, heldout, greedy, ids.copy(), mask.copy(), starts.tolist())  # Arrow's are read-only
         if len(ids) != len(mask) or row.sample != sample:
             raise EagletError(f"{path}: row {number + 1} ({name}) is damaged: run `dvc repro --force tokenize`")
         rows.append(row)

@@ -141,8 +141,7 @@ class Store:
                 hidden_size=self.kind.hidden_size,
                 model=self.kind.model,
                 engine=self.kind.engine,
-                samples=[sample for sample, _ in group.samples],
-                lengths=[length for _, length in group.samples],
+                samples=tuple(sample for sample, _ in group.samples),
             ),
             runs,
         )

@@ -133,26 +133,25 @@ def use_given(dialogues: Sequence[Dialogue], model: target.Target) -> None:
             dialogue.refused = str(error)
 
 
+def record(dialogue: Dialogue, request: str, greedy: bool) -> dict[str, Any]:
+    """A line of data/responses.jsonl."""
+    return {
+        "id": dialogue.conversation.id,
+        "source": dialogue.conversation.source,
+        "heldout": dialogue.conversation.heldout,
+        "request": request,
+        "greedy": greedy,
+        "messages": dialogue.messages,
+        "turns": [vars(turn) for turn in dialogue.turns],
+    }
+
+
 def write(
     dialogues: Sequence[Dialogue], request: str, read: prompts.Prompts, counts: Counts, greedy: bool
 ) -> None:
     """Write the answers in the order of the prompts, and the numbers."""
     kept = [dialogue for dialogue in dialogues if dialogue.refused is None]
-    files.write_jsonl(
-        RESPONSES,
-        (
-            {
-                "id": dialogue.conversation.id,
-                "source": dialogue.conversation.source,
-                "heldout": dialogue.conversation.heldout,
-                "request": request,
-                "greedy": greedy,
-                "messages": dialogue.messages,
-                "turns": [vars(turn) for turn in dialogue.turns],
-            }
-            for dialogue in kept
-        ),
-    )
+    files.write_jsonl(RESPONSES, (record(dialogue, request, greedy) for dialogue in kept))
     turns = [turn for dialogue in kept for turn in dialogue.turns]
     for dialogue in dialogues:
         if dialogue.refused is not None:

@@ -1,0 +1,26 @@
+"""The packaged target, converted once into the project's own store."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from eaglet import target
+from eaglet.params import TargetParams
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct."""
+    with contextlib.chdir(ROOT):  # the store lies relative to the project's folder
+        return target.resolve(TargetParams(model=target.PACKAGED, revision=None, dtype="float32")).absolute()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(smollm2: Path) -> Any:
+    """SmolLM2's tokenizer with its chat template; copy it before changing it."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(smollm2, local_files_only=True)
