@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 STAGES := model generate tokenize extract audit vocab train evaluate
 
-.PHONY: help repro plan results test lint lock push pull verify $(STAGES)
+.PHONY: help repro plan results test oracle lint lock push pull verify $(STAGES)
 
 help: ## list the targets
 	@grep -hE '^[a-z%.$$() ]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-28s %s\n", $$1, $$2}'
@@ -46,7 +46,16 @@ pull: .venv/stamp ## fetch what dvc.lock names from the DVC remote
 	dvc pull
 
 test: .venv/stamp ## the tests
+	@$(MAKE) --no-print-directory oracle || echo 'no oracle: the tests against speculators are skipped'
 	python -m pytest
+
+oracle: .venv-oracle/stamp ## an environment with speculators, which the drafter is tested against
+
+.venv-oracle/stamp: tests/oracle/requirements.txt
+	$(PYTHON) -m venv .venv-oracle
+	.venv-oracle/bin/python -m pip install --quiet torch==2.13.0
+	.venv-oracle/bin/python -m pip install --quiet --no-deps -r tests/oracle/requirements.txt
+	touch $@
 
 lint: .venv/stamp ## ruff and mypy --strict
 	ruff check .

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from eaglet import target
 from eaglet.params import TargetParams
 

@@ -9,7 +9,6 @@ import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +23,7 @@ BASE_ROWS = 128  # rows that a sample's base is taken from, at most
 
 Bits = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
+Block = bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Run:
     """
 
     base: Bytes
-    blocks: Sequence[bytes]
+    blocks: Sequence[Block]
     exponents: Sequence[int]
     crcs: Sequence[int]
     length: int
@@ -65,20 +65,19 @@ class _PerThread(threading.local):
         self.compressor = zstandard.ZstdCompressor(compression_params=parameters)
         self.decompressor = zstandard.ZstdDecompressor()
         self._words = np.empty((2, 0), np.uint16)
-        self._bytes = np.empty((2, 0), np.uint8)
+        self._bytes = np.empty(0, np.uint8)
 
-    def scratch(self, rows: int, hidden: int) -> tuple[Bits, Bits, Bytes, Bytes]:
-        """Two uint16 and two uint8 arrays, each [rows, hidden], contiguous, with anything in them."""
+    def scratch(self, rows: int, hidden: int) -> tuple[Bits, Bits, Bytes]:
+        """Two uint16 arrays and one of uint8, each [rows, hidden], contiguous, with anything in them."""
         size = rows * hidden
         if self._words.shape[1] < size:
             self._words = np.empty((2, size), np.uint16)
-            self._bytes = np.empty((2, size), np.uint8)
+            self._bytes = np.empty(size, np.uint8)
         shape = (rows, hidden)
         return (
             self._words[0, :size].reshape(shape),
             self._words[1, :size].reshape(shape),
-            self._bytes[0, :size].reshape(shape),
-            self._bytes[1, :size].reshape(shape),
+            self._bytes[:size].reshape(shape),
         )
 
 
@@ -114,18 +113,24 @@ def encode(states: Bits, codec: str) -> Run:
         raise ValueError(f"unknown codec {codec!r}: one of {', '.join(CODECS)}")
     length, hidden = states.shape
     step = rows_per_block(hidden)
-    parts = [states[start : start + step] for start in range(0, length, step)]
+    # One piece of memory for all blocks: many small ones would cost more page faults than the copying costs.
+    blocks, exponents = [], []
+    size = 2 * length * hidden
     if codec == RAW:
         base = np.empty(0, np.uint8)
-        blocks = [np.ascontiguousarray(part, "<u2").tobytes() for part in parts]
-        exponents = [0] * len(blocks)
+        stored = memoryview(np.array(states, "<u2", order="C").reshape(-1).view(np.uint8))
     else:
         base = _base(states)
-        blocks, exponents = [], []
-        for part in parts:
-            frame, rest = _planes(part, base)
-            blocks.append(b"".join((frame, rest)))
-            exponents.append(len(frame))
+        bound = size + (size >> 9) + 64 * -(-length // step)  # zstd's own, for planes that do not compress
+        stored = memoryview(np.empty(bound, np.uint8))
+    at = 0
+    for start in range(0, length, step):
+        part = states[start : start + step]
+        frame = 0 if codec == RAW else _write_frame(part, base, stored[at:])
+        end = at + (frame + part.size if frame else 2 * part.size)
+        blocks.append(stored[at:end])
+        exponents.append(frame)
+        at = end
     return Run(base, blocks, exponents, [zlib.crc32(block) for block in blocks], length)
 
 
@@ -148,21 +153,23 @@ def _base(states: Bits) -> Bytes:
     return median
 
 
-def _planes(part: Bits, base: Bytes) -> tuple[bytes, memoryview]:
-    """The zstd frame of the rebased exponents; the signs and mantissas, valid until the next call."""
-    turned, low, exponents, rest = _local.scratch(*part.shape)
+def _write_frame(part: Bits, base: Bytes, out: memoryview) -> int:
+    """Write a block to the start of `out`: the zstd frame, whose length is returned, and the plane after it."""
+    turned, low, exponents = _local.scratch(*part.shape)
     # One bit to the left: exponent in the high byte, mantissa and then the sign in the low one.
     np.left_shift(part, 1, out=turned)
     np.right_shift(part, 15, out=low)
     np.bitwise_or(turned, low, out=turned)
-    rest[:] = turned
-    np.right_shift(turned, 8, out=turned)
-    exponents[:] = turned
+    np.right_shift(turned, 8, out=low)
+    exponents[:] = low
     np.subtract(exponents, base, out=exponents)
-    return _local.compressor.compress(exponents.data), rest.data
+    frame = _local.compressor.compress(exponents.data)
+    out[: len(frame)] = frame
+    np.frombuffer(out, np.uint8, part.size, len(frame)).reshape(part.shape)[:] = turned
+    return len(frame)
 
 
-def decode_block(block: bytes, exponents: int, base: Bytes, rows: int, out: Bits, *, first: int = 0) -> None:
+def decode_block(block: Block, exponents: int, base: Bytes, rows: int, out: Bits, *, first: int = 0) -> None:
     """Decode rows `first` to `first + len(out)` of a block into `out`.
 
     Nothing larger than the block's known size is ever allocated, whatever the frame claims.
@@ -190,7 +197,7 @@ def decode_block(block: bytes, exponents: int, base: Bytes, rows: int, out: Bits
     plane = np.frombuffer(_decompress(memoryview(block)[:exponents], size), np.uint8)
     plane = plane[first * hidden : (first + count) * hidden].reshape(count, hidden)
     rest = np.frombuffer(block, np.uint8, count * hidden, exponents + first * hidden).reshape(count, hidden)
-    turned, low, scratch, _ = _local.scratch(count, hidden)
+    turned, low, scratch = _local.scratch(count, hidden)
     np.add(plane, base, out=scratch)
     turned[:] = scratch
     np.left_shift(turned, 8, out=turned)
@@ -201,7 +208,7 @@ def decode_block(block: bytes, exponents: int, base: Bytes, rows: int, out: Bits
     np.bitwise_or(turned, low, out=out)
 
 
-def _decompress(frame: Any, size: int) -> bytes:
+def _decompress(frame: memoryview, size: int) -> bytes:
     """The content of one zstd frame that must hold exactly `size` bytes."""
     try:
         claims = zstandard.get_frame_parameters(frame)

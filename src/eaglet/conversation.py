@@ -15,6 +15,8 @@ import jinja2
 from eaglet.prompts import Conversation
 
 _PROBE = "eagletprobe"
+# What a template can raise over one row's messages, besides its own errors.
+_REFUSALS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class CannotMask(Exception):
@@ -52,8 +54,8 @@ def render(tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, gener
         text = tokenizer.apply_chat_template(
             list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
         )
-    except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
-        raise CannotMask(f"the chat template refuses it: {error}") from None
+    except (jinja2.TemplateError, *_REFUSALS) as error:
+        raise CannotMask(f"the chat template refuses it: {' '.join(str(error).split())}") from None
     return str(text)
 
 

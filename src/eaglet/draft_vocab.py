@@ -33,7 +33,7 @@ class DraftVocabulary:
     @cached_property
     def target_ids(self) -> Tensor:
         """int64 [Vd], rising: the target id of each draft id."""
-        return torch.arange(len(self.d2t)) + self.d2t
+        return torch.arange(len(self.d2t), device=self.d2t.device) + self.d2t
 
     @cached_property
     def draft_ids(self) -> Tensor:

@@ -1,8 +1,8 @@
 """The EAGLE-3 drafter: one decoder layer behind the target's hidden states, and its checkpoint on disk.
 
-Mathematics: eagle3.md, "Draft model" (Li et al. 2025, arXiv 2503.01840, section 3). Row t is position t of the
-document. Its feature g⁰ is made from the target's streams at t; at step k its input token is x_{t+1+k}, and
-the layer turns gᵏ into gᵏ⁺¹. Row t attends to the step-0 keys of rows 0 … t and to its own keys of steps
+Mathematics: eagle3.md, "Draft model" (Li et al. 2025, arXiv 2503.01840, section 3). Row t is position t of
+the document. Its feature g⁰ is made from the target's streams at t; at step k its input token is x_{t+1+k},
+and the layer turns gᵏ into gᵏ⁺¹. Row t attends to the step-0 keys of rows 0 … t and to its own keys of steps
 1 … k. The step-0 keys follow from g⁰ and the tokens alone: `context` computes them once, for all positions.
 `step` then runs on any rows: many of a document in training, the last one in decoding.
 
@@ -27,7 +27,7 @@ from eaglet.errors import EagletError
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not move with the length
-# Rotating a part of each head, or by image position, is the target's: the drafter rotates whole heads by position.
+# Rotating part of a head, or by image position, is the target's: the drafter rotates whole heads by position.
 _ROPE_DROPPED = ("type", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 # Where SGLang 0.5.23 adds 1 to the layer ids only if the first is 1 (eagle3.md, "Layer ids").
 _SGLANG_CONDITIONAL = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite")
@@ -88,7 +88,7 @@ def _plain_rope(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def rope_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
-    """Angle per position, float32 [d/2], and the factor on cos and sin: Transformers' own for scaled types."""
+    """Angle per position, float32 [d/2], and the factor on cos and sin (scaled types: Transformers')."""
     rope = config.rope_parameters
     if rope["rope_type"] == "default":
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
@@ -408,7 +408,7 @@ def load(folder: Path, embedding: Tensor) -> tuple[Drafter, DraftVocabulary]:
         embedding: the target's, [V, H]; the drafter computes in its dtype, on its device.
 
     Raises:
-        EagletError: a file is missing or damaged, a tensor is not as it must be, or the embedding is not [V, H].
+        EagletError: a file is missing or damaged, a tensor is not as expected, or the embedding's shape.
     """
     path = folder / "model.safetensors"
     config = _read_config(folder / "config.json")

@@ -1,10 +1,12 @@
 """Files written whole or not at all, and the hashes that name them."""
 
+import csv
 import hashlib
+import io
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -68,6 +70,16 @@ def read_json(path: Path, made_by: str) -> Any:
         raise EagletError(f"{path} is missing: run `dvc repro {made_by}`, or `dvc pull`") from None
     except ValueError as error:
         raise EagletError(f"{path} is not JSON ({error}): run `dvc repro --force {made_by}`") from None
+
+
+def write_csv(path: Path, header: Sequence[str], records: Iterable[Sequence[Any]]) -> None:
+    """Write a table for DVC to plot."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(records)
+    with atomic(path) as file:
+        file.write(text.getvalue().encode())
 
 
 def write_jsonl(path: Path, records: Iterable[Any]) -> None:

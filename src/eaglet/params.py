@@ -1,6 +1,7 @@
 """params.yaml, read strictly: the only place that reads it."""
 
 import difflib
+import sys
 import types
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -200,7 +201,7 @@ def _build(kind: Any, raw: Any, key: str, path: Path) -> Any:
     elif origin is Literal and raw in get_args(kind):
         return raw
     elif kind is float and type(raw) in (int, float):
-        return _bounded(float(raw), key, path)
+        return float(_bounded(raw, key, path))
     elif isinstance(kind, type) and type(raw) is kind:
         return _bounded(raw, key, path) if kind is int else raw
     raise EagletError(f"{path}: {key} is {raw!r}; it must be {_describe(kind)}")
@@ -225,7 +226,7 @@ def _build_section(kind: Any, raw: Any, key: str, path: Path) -> Any:
 
 def _bounded(value: Any, key: str, path: Path) -> Any:
     low, high = _BOUNDS.get(key, (-float("inf"), float("inf")))
-    if not low <= value <= high:  # NaN too
+    if not low <= value <= min(high, sys.float_info.max):  # NaN and infinity too
         raise EagletError(f"{path}: {key} is {value}; it must lie between {low:g} and {high:g}")
     return value
 
@@ -238,4 +239,5 @@ def _describe(kind: Any) -> str:
         return " or ".join(_describe(option) for option in get_args(kind))
     if origin is list:
         return f"a list of {_describe(get_args(kind)[0])}"
-    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(kind, "null")
+    names = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(kind, "sections")

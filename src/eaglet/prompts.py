@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,7 @@ def _read_file(path: Path, file: PromptFile) -> Iterator[Conversation]:
     readers = {".jsonl": _jsonl, ".json": _json_array, ".parquet": _parquet}
     if path.suffix not in readers:
         raise EagletError(f"{path}: a prompt file must be .jsonl, .json (an array) or .parquet")
-    for count, (number, row) in enumerate(readers[path.suffix](path)):
-        if file.limit is not None and count >= file.limit:
-            return
+    for number, row in islice(readers[path.suffix](path), file.limit):
         yield _conversation(row, path, number, file.heldout)
 
 
@@ -139,10 +138,13 @@ def _conversation(row: Any, path: Path, number: int, heldout_share: float) -> Co
         raise EagletError(f"{where}: a row must be an object with {_SHAPES}")
     messages = _messages(row, where)
     tools = row.get("tools") or None
-    key = files.digest({"messages": messages, "tools": tools})
+    try:
+        key = files.digest({"messages": messages, "tools": tools})
+    except (TypeError, ValueError) as error:  # a date in Parquet, NaN, half a surrogate pair
+        raise EagletError(f"{where}: its messages are not plain JSON ({error}): mend the row") from None
     return Conversation(
-        id=str(row.get("id", where)),
-        source=str(row.get("source", path.stem)),
+        id=str(where if row.get("id") is None else row["id"]),
+        source=str(row.get("source") or path.stem),
         where=where,
         # The share is taken by hash: adding a row moves no other row between training and held-out.
         heldout=int(key[:8], 16) < heldout_share * 2**32,
@@ -174,7 +176,7 @@ def _list(value: Any, name: str, where: str) -> list[Any]:
 def _from_sharegpt(turn: Any, where: str) -> dict[str, Any]:
     if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
         raise EagletError(f"{where}: each entry of `conversations` needs `from` and `value`")
-    role = _SHAREGPT_ROLES.get(turn["from"])
+    role = _SHAREGPT_ROLES.get(str(turn["from"]))
     if role is None:
         raise EagletError(f"{where}: unknown `from` {turn['from']!r}; known: {', '.join(_SHAREGPT_ROLES)}")
     return {"role": role, "content": turn["value"]}

@@ -222,9 +222,10 @@ class Shard:
         stop = length if stop is None else stop
         if not 0 <= start <= stop <= length:
             raise self._error(f"has no rows {start} to {stop}: it has {length}", sample)
-        states = torch.empty(stop - start, self.hidden_size, dtype=torch.bfloat16)
-        self._decode(place, start, _bits(states))
-        return states
+        # Numpy's memory: it asks for huge pages, which torch does not.
+        states = np.empty((stop - start, self.hidden_size), np.uint16)
+        self._decode(place, start, states)
+        return torch.from_numpy(states.view(np.int16)).view(torch.bfloat16)
 
     def run(self, sample: str) -> Run:
         """A sample as it is stored, each block compared with its crc32: to be written into another shard.
@@ -276,7 +277,7 @@ class Shard:
         # Compared before anything is made of these sizes: the file holds at least a byte for each value.
         if data_bytes < layout.least or header != layout.header(data_bytes):
             raise self._error(
-                f"is cut short, is too long or has a damaged header: at {self.stored_bytes} bytes, its fields "
+                f"is cut short, too long or has a damaged header: at {self.stored_bytes} bytes, its fields "
                 "call for another"
             )
         index = self._pread(data_start - len(header), len(header))
@@ -403,9 +404,8 @@ class _Layout:
             name: widths[dtype] * shape[0] * (shape[1] if len(shape) > 1 else 1)
             for name, (dtype, shape) in self._tensors.items()
         }
-        self.least = (
-            sum(fields["lengths"]) * self.hidden * (2 if self._raw else 1)
-        )  # bytes of blocks, at least
+        # Bytes of blocks, at least.
+        self.least = sum(fields["lengths"]) * self.hidden * (2 if self._raw else 1)
 
     @cached_property
     def first(self) -> Counts:

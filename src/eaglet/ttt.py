@@ -1,18 +1,19 @@
 """Training-time test: the drafter unrolled over its own features, its loss and its metrics.
 
 Mathematics: eagle3.md, "Training-time test (TTT)" (Li et al. 2025, arXiv 2503.01840, section 3.2).
-Row t at step k reads token x_{t+1+k}; its teacher is the target's distribution at position t+1+k; it predicts the
-token at t+2+k.
+Row t at step k reads token x_{t+1+k}; its teacher is the target's distribution at position t+1+k; it predicts
+the token at t+2+k.
 
-Which rows count (the serving-exact mask): those with x_{t+1} … x_{t+2+k} in one answer of the assistant. A row that
-counts at step k counts at every earlier one, so nothing is ever computed on the others but their step-0 keys.
+Which rows count (the serving-exact mask): those with x_{t+1} … x_{t+2+k} in one answer of the assistant. A
+row that counts at step k counts at every earlier one, so of the others only the step-0 keys are computed.
 
-Two denominators. `rows` are all counted rows: acc_k is over them, and where the target's choice is not in the draft
-vocabulary the drafter cannot be right, at serving as here: a miss. `loss_rows` are those the loss averages over: with
-out_of_vocab "mask" only the counted rows whose choice is in the draft vocabulary. So acc_k of the two settings compare.
+Two denominators. `rows` are all counted rows: acc_k is over them, and where the target's choice is not in the
+draft vocabulary the drafter cannot be right, at serving as here: a miss. `loss_rows` are those that the loss
+averages over: with out_of_vocab "mask" only the counted rows whose choice is in the draft vocabulary. So acc_k
+means the same under both settings.
 
-Shapes: B documents, one a row, padded on the right to T; K steps; H hidden size; V and Vd vocabularies; P counted
-rows of step 0 over the whole batch, in order of document and position.
+Shapes: B documents, one a row, padded on the right to T; K steps; H hidden size; V and Vd vocabularies; P
+counted rows of step 0 over the whole batch, in order of document and position.
 """
 
 from collections.abc import Sequence
@@ -103,7 +104,10 @@ def teacher_choice(final: Tensor, head_weight: Tensor) -> Tensor:
     """
     chunk = max(1, _CHUNK_ELEMENTS // len(head_weight))
     final = final.to(head_weight.dtype)
-    choices = [(part @ head_weight.T).argmax(-1) for part in final.split(chunk)]
+    choices = [
+        (part @ head_weight.T).argmax(-1)
+        for part in torch.tensor_split(final, range(chunk, len(final), chunk))
+    ]
     return torch.cat(choices) if choices else torch.zeros(0, dtype=torch.int64, device=final.device)
 
 
@@ -170,44 +174,89 @@ def counted(span_ids: Tensor, choice: Tensor, t2d: Tensor, steps: int) -> tuple[
 
 
 def sums(
-    drafter: Drafter, batch: Batch, draft_head: Tensor, vocab: DraftVocabulary, steps: int, out_of_vocab: OutOfVocab
+    drafter: Drafter,
+    batch: Batch,
+    draft_head: Tensor,
+    vocab: DraftVocabulary,
+    *,
+    steps: int,
+    out_of_vocab: OutOfVocab,
 ) -> Sums:
     """Loss and metrics of a batch, not yet divided.
 
-    The teacher's logits over the draft vocabulary are computed once per position and reused, shifted, by every step:
-    the teacher of the r-th counted row at step k is that of row r+k at step 0, the next positions of its answer.
+    The teacher's logits over the draft vocabulary are computed once per position and reused, shifted, by every
+    step: the teacher of the r-th of the P rows at step k is that of row r + k at step 0, for the rows behind a
+    counted one are the next positions of the same answer.
 
     Args:
         draft_head: the target head's rows of the draft vocabulary, [Vd, H].
         vocab: on the batch's device.
     """
     valid, in_vocab = counted(batch.span_ids, batch.choice, vocab.t2d, steps)
+    in_loss = in_vocab if out_of_vocab == "mask" else valid
     document, position = valid[:, 0].nonzero(as_tuple=True)  # [P] each
-    hits_per_step: list[Tensor] = []
-    loss_per_step: list[Tensor] = []
-    if len(position):
-        rows, real = _rows(valid[:, 0])
-        features = forward(drafter, batch.input_ids, batch.aux, rows, steps)
-        final = batch.final[document, position + 1]  # [P, H]
-        teacher = final.to(draft_head.dtype) @ draft_head.T  # [P, Vd]
-        choice = batch.choice[document, position + 1]  # [P]
-    for k in range(steps):
-        index = valid[document, k, position].nonzero().squeeze(1)  # rows of P that count at step k
-        if len(index) == 0:
-            loss_per_step.append(torch.zeros((), device=batch.aux.device))
-            hits_per_step.append(torch.zeros((), dtype=torch.int64, device=batch.aux.device))
-            continue
-        weight = in_vocab[document, k, position][index] if out_of_vocab == "mask" else torch.ones_like(index)
+    rows, real = _side_by_side(valid[:, 0])
+    teacher = batch.final[document, position + 1].to(draft_head.dtype) @ draft_head.T  # [P, Vd]
+    choice = batch.choice[document, position + 1]  # [P]
+    losses, hits = [], []
+    for k, features in enumerate(forward(drafter, batch.input_ids, batch.aux, rows, steps)):
+        # Rows out of the loss are misses: their label is not in the draft vocabulary.
+        index = in_loss[document, k, position].nonzero().squeeze(1)
         # The head's logits are recomputed in the backward pass: [P, Vd] of each step would not fit in memory.
         loss, drafted = checkpoint(
-            _row_losses, drafter, features[k][real][index], teacher[index + k], weight, use_reentrant=False
+            _soft_cross_entropy, drafter, features[real][index], teacher, index + k, use_reentrant=False
         )
-        loss_per_step.append(loss)
-        hits_per_step.append((vocab.target_ids[drafted] == choice[index + k]).sum())
-    rows_per_step = valid.sum((0, 2))
-    return Sums(
-        loss=torch.stack(loss_per_step),
-        loss_rows=in_vocab.sum((0, 2)) if out_of_vocab == "mask" else rows_per_step,
-        rows=rows_per_step,
-        hits=torch.stack(hits_per_step),
-    )
+        losses.append(loss)
+        hits.append((vocab.target_ids[drafted] == choice[index + k]).sum())
+    return Sums(torch.stack(losses), in_loss.sum((0, 2)), valid.sum((0, 2)), torch.stack(hits))
+
+
+def _side_by_side(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The true positions of bool [B, T], moved to the left: int64 [B, R] (0 behind them), and which are real."""
+    number = mask.sum(1)
+    rows = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(number.max())]
+    real = torch.arange(rows.shape[1], device=mask.device) < number[:, None]
+    return rows * real, real
+
+
+def _soft_cross_entropy(
+    drafter: Drafter, features: Tensor, teacher: Tensor, at: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Σ over rows of −Σ p log q, p being the target's softmax renormalised over the draft vocabulary.
+
+    Args:
+        features: gᵏ⁺¹, [n, H].
+        teacher: the target's logits over the draft vocabulary, [P, Vd].
+        at: int64 [n], the rows' teachers.
+
+    Returns:
+        The sum, and the draft's argmax, int64 [n].
+    """
+    draft = drafter.logits(features)  # [n, Vd]
+    p = teacher[at].to(draft.dtype).softmax(dim=-1)
+    return -(p * draft.log_softmax(dim=-1)).sum(), draft.argmax(dim=-1)
+
+
+def loss(summed: Tensor, rows: Tensor, decay: float) -> Tensor:
+    """Σ_k decayᵏ · (sum over the loss rows of step k / their number); a step without rows adds nothing.
+
+    Args:
+        summed: [K], `Sums.loss`, of a micro-batch or of all of them.
+        rows: int64 [K], `Sums.loss_rows` over the whole global batch.
+    """
+    weights = decay ** torch.arange(len(summed), device=summed.device)
+    return (weights * summed / rows.clamp(min=1)).sum()
+
+
+def accuracy(hits: Tensor, rows: Tensor) -> list[float]:
+    """acc_k: hits over counted rows, both int64 [K]; 0 for a step without rows."""
+    return (hits / rows.clamp(min=1)).tolist()
+
+
+def simulated_acceptance_length(acc: Sequence[float]) -> float:
+    """Tokens a verify cycle would emit if steps failed independently: 1 + Σ_k Π_{j≤k} acc_j."""
+    length = alive = 1.0
+    for share in acc:
+        alive *= share
+        length += alive
+    return length
