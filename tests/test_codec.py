@@ -145,8 +145,11 @@ def test_unknown_codec_is_refused() -> None:
         codec.encode(any_bits(1, 1), "lzma")
 
 
-def frame_of(data: bytes, **options: bool) -> bytes:
-    return zstandard.ZstdCompressor(**{"write_checksum": True, **options}).compress(data)
+def frame_of(data: bytes, write_checksum: bool = True, write_content_size: bool = True) -> bytes:
+    compressor = zstandard.ZstdCompressor(
+        write_checksum=write_checksum, write_content_size=write_content_size
+    )
+    return compressor.compress(data)
 
 
 @pytest.mark.parametrize(

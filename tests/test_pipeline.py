@@ -176,7 +176,9 @@ def test_layers_changed_back_compute_nothing(project: Project) -> None:
 def test_one_changed_prompt_computes_one_row(project: Project) -> None:
     path = project.folder / "data/prompts/knowledge.jsonl"
     lines = path.read_text().splitlines()
-    lines[7] = json.dumps({"id": "changed", "source": "knowledge", "prompt": "Why is the sea salt and the rain not?"})
+    lines[7] = json.dumps(
+        {"id": "changed", "source": "knowledge", "prompt": "Why is the sea salt and the rain not?"}
+    )
     path.write_text("\n".join(lines) + "\n")
     plan = project.run("eaglet", "plan")
     assert "1 turns to answer" in plan
@@ -220,7 +222,11 @@ def s3(project: Project) -> Iterator[str]:
             except (URLError, OSError):
                 time.sleep(0.2)
         boto3.client(
-            "s3", endpoint_url=url, aws_access_key_id="test", aws_secret_access_key="test", region_name="us-east-1"
+            "s3",
+            endpoint_url=url,
+            aws_access_key_id="test",
+            aws_secret_access_key="test",
+            region_name="us-east-1",
         ).create_bucket(Bucket="eaglet")
         yield url
     finally:

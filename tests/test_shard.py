@@ -23,7 +23,7 @@ from safetensors import safe_open
 
 from eaglet import codec, files
 from eaglet.codec import CODECS
-from eaglet.shard import MAX_HEADER, Shard, ShardError, ShardMeta, pack, write
+from eaglet.shard import MAX_HEADER, Shard, ShardError, ShardMeta, _Layout, pack, write
 
 PAGE = Path(__file__).parents[1] / "docs" / "format.md"
 
@@ -298,6 +298,7 @@ def test_lies_under_a_right_check_are_refused(small: tuple[Path, bytes]) -> None
         (lambda fields, _: fields.update(format=2), "is of format 2, and this eaglet reads 1"),
         (lambda fields, _: fields.update(format=True), "is of format True"),
         (lambda fields, _: fields.update(format=1.0), "is of format 1.0"),
+        (lambda fields, _: fields.update(model="\ud800"), "has no header of a shard"),
         (lambda fields, _: fields.update(codec="lzma"), "unknown codec 'lzma'"),
         (lambda fields, _: fields.update(codec=[]), "'codec' that is not a text"),
         (lambda fields, _: fields.update(extra=0), "unknown header fields: {'extra'}"),
@@ -344,6 +345,32 @@ def test_lies_under_a_right_check_are_refused(small: tuple[Path, bytes]) -> None
             check_whole(path)
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 400 + len(str(path))
+
+
+def test_a_zstd_block_without_a_frame_is_refused(tmp_path: Path) -> None:
+    data = store(tmp_path / "s", "rebase-zstd", {"a": any_states(4, 4)})
+
+    def edit(fields: dict[str, Any], tensors: dict[str, bytes]) -> None:
+        tensors["data"] = tensors["data"][-16:]
+        tensors["ends"] = struct.pack("<Q", 16)
+        tensors["exponents"] = struct.pack("<I", 0)
+        tensors["crc32"] = struct.pack("<I", zlib.crc32(tensors["data"]))
+
+    put(tmp_path / "s", reseal(data, edit))
+    with pytest.raises(ShardError, match="sample 'a': block 0 does not end where its 4 rows do"):
+        Shard.open(tmp_path / "s")
+
+
+@pytest.mark.parametrize("length", [1 << 20, 1 << 40, 1 << 62, 1 << 80])
+def test_lengths_beyond_the_file_are_refused_before_memory_is_taken(tmp_path: Path, length: int) -> None:
+    """Even where the header agrees with them, for which its tensors' sizes must be negative."""
+    data = store(tmp_path / "s", "raw", {"a": any_states(4, 4)})
+    fields = {**json.loads(split(data)[0]["__metadata__"]["eaglet"]), "lengths": [length]}
+    layout = _Layout(fields)
+    header = layout.header(100 - sum(layout.sizes.values()))
+    put(tmp_path / "s", header + bytes(100))
+    with pytest.raises(ShardError, match="call for another"):
+        Shard.open(tmp_path / "s")
 
 
 def test_frames_that_lie_are_refused_under_right_checksums(tmp_path: Path, small_blocks: None) -> None:
@@ -420,7 +447,7 @@ def test_a_header_above_the_limit_is_refused_unread(tmp_path: Path) -> None:
             Shard.open(tmp_path / "s")
 
 
-VALUES = [
+VALUES: list[Any] = [
     None,
     True,
     -1,
@@ -486,14 +513,13 @@ def test_mutated_headers_raise_nothing_else(small: tuple[Path, bytes]) -> None:
         if text == files.canonical_json(header):
             continue
         put(path, seal(text, tensors))
-        inner = changed.get("__metadata__") if isinstance(changed, dict) else None
         try:
             check_whole(path)
         except ShardError as error:
             assert "\n" not in str(error)
             continue
         # Only another text in a field that holds any text is a shard too.
-        now = json.loads(inner["eaglet"])
+        now = json.loads(changed["__metadata__"]["eaglet"])
         assert {name for name in fields if now[name] != fields[name]} <= {
             "layer",
             "model",
@@ -552,7 +578,7 @@ def test_write_refuses_runs_that_are_not_the_headers(tmp_path: Path, small_block
         (replace(meta, codec="zip"), [run]),
         (replace(meta, hidden_size=0), [run]),
         (replace(meta, samples=("a", "a")), [run, run]),
-        (replace(meta, layer=14), [run]),
+        (ShardMeta(**{**vars(meta), "layer": 14}), [run]),
         (replace(meta, model="\ud800"), [run]),
     ):
         with pytest.raises(ValueError):

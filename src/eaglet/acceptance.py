@@ -50,6 +50,7 @@ def capture_with_hooks(layers: Sequence[int]) -> Capture:
     The output of layer k is `hidden_states[k + 1]` of `output_hidden_states=True`, but for the last layer.
     """
 
+    @torch.inference_mode()
     def capture(model: Any, input_ids: Tensor, cache: Any) -> tuple[Tensor, Tensor]:
         kept, _ = hooks.forward(
             model, streams(list(layers)), input_ids=input_ids[None], past_key_values=cache, use_cache=True

@@ -118,11 +118,11 @@ def encode(states: Bits, codec: str) -> Run:
     size = 2 * length * hidden
     if codec == RAW:
         base = np.empty(0, np.uint8)
-        stored = memoryview(np.array(states, "<u2", order="C").reshape(-1).view(np.uint8))
+        stored = np.array(states, "<u2", order="C").reshape(-1).view(np.uint8).data
     else:
         base = _base(states)
         bound = size + (size >> 9) + 64 * -(-length // step)  # zstd's own, for planes that do not compress
-        stored = memoryview(np.empty(bound, np.uint8))
+        stored = np.empty(bound, np.uint8).data
     at = 0
     for start in range(0, length, step):
         part = states[start : start + step]
@@ -154,7 +154,7 @@ def _base(states: Bits) -> Bytes:
 
 
 def _write_frame(part: Bits, base: Bytes, out: memoryview) -> int:
-    """Write a block to the start of `out`: the zstd frame, whose length is returned, and the plane after it."""
+    """Write a block to the start of `out`; returns the length of its zstd frame."""
     turned, low, exponents = _local.scratch(*part.shape)
     # One bit to the left: exponent in the high byte, mantissa and then the sign in the low one.
     np.left_shift(part, 1, out=turned)
@@ -212,14 +212,11 @@ def _decompress(frame: memoryview, size: int) -> bytes:
     """The content of one zstd frame that must hold exactly `size` bytes."""
     try:
         claims = zstandard.get_frame_parameters(frame)
-        if claims.content_size != size or not claims.has_checksum or claims.dict_id:
+        if claims.content_size != size or not claims.has_checksum:
             raise ValueError(
                 f"its zstd frame claims {claims.content_size} bytes, checksum {claims.has_checksum}, "
-                f"dictionary {claims.dict_id}, instead of {size} bytes with a checksum"
+                f"instead of {size} bytes with a checksum"
             )
-        data = _local.decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
+        return _local.decompressor.decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ValueError(f"its zstd frame does not decode ({error})") from None
-    if len(data) != size:
-        raise ValueError(f"its zstd frame holds {len(data)} bytes instead of {size}")
-    return data

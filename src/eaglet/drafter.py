@@ -283,7 +283,8 @@ class Drafter(nn.Module):
         return KeyValues(self._rotate(keys, positions), self._heads(self.midlayer.self_attn.v_proj(u)))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:2], -1, self.config.head_dim).transpose(1, 2)  # [B, R, n·d] to [B, n, R, d]
+        size = self.config.head_dim
+        return x.view(*x.shape[:2], x.shape[2] // size, size).transpose(1, 2)  # [B, R, n·d] to [B, n, R, d]
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """RoPE (Su et al. 2021) in the half-split layout of Llama: [B, n, R, d] at positions [B, R]."""

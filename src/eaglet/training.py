@@ -165,10 +165,10 @@ def evaluate(
 
 
 def learning_rate(step: int, total: int, settings: TrainSettings) -> float:
-    """Of step 0 … total-1: linear over the warm-up, whose last step has the full rate, then cosine towards 0."""
+    """Of step 0 … total-1: linear up to the full rate at the warm-up's last step, then cosine towards 0."""
     warmup = round(settings.warmup_ratio * total)
     if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
+        return settings.learning_rate * ((step + 1) / warmup)
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
 
 

@@ -9,8 +9,8 @@ row that counts at step k counts at every earlier one, so of the others only the
 
 Two denominators. `rows` are all counted rows: acc_k is over them, and where the target's choice is not in the
 draft vocabulary the drafter cannot be right, at serving as here: a miss. `loss_rows` are those that the loss
-averages over: with out_of_vocab "mask" only the counted rows whose choice is in the draft vocabulary. So acc_k
-means the same under both settings.
+averages over: with out_of_vocab "mask" only the counted rows whose choice is in the draft vocabulary. So
+acc_k means the same under both settings.
 
 Shapes: B documents, one a row, padded on the right to T; K steps; H hidden size; V and Vd vocabularies; P
 counted rows of step 0 over the whole batch, in order of document and position.
@@ -35,8 +35,8 @@ def valid_rows(span_ids: Tensor, steps: int) -> Tensor:
     """The serving-exact mask.
 
     Args:
-        span_ids: int64 [B, T], 0 where the assistant did not write the token, else the number of its answer: two
-            answers that touch have different numbers.
+        span_ids: int64 [B, T], 0 where the assistant did not write the token, else the number of its answer:
+            two answers that touch have different numbers.
         steps: K.
 
     Returns:
@@ -104,11 +104,8 @@ def teacher_choice(final: Tensor, head_weight: Tensor) -> Tensor:
     """
     chunk = max(1, _CHUNK_ELEMENTS // len(head_weight))
     final = final.to(head_weight.dtype)
-    choices = [
-        (part @ head_weight.T).argmax(-1)
-        for part in torch.tensor_split(final, range(chunk, len(final), chunk))
-    ]
-    return torch.cat(choices) if choices else torch.zeros(0, dtype=torch.int64, device=final.device)
+    parts = [final[at : at + chunk] for at in range(0, max(1, len(final)), chunk)]
+    return torch.cat([(part @ head_weight.T).argmax(-1) for part in parts])
 
 
 @dataclass(frozen=True)
@@ -184,9 +181,9 @@ def sums(
 ) -> Sums:
     """Loss and metrics of a batch, not yet divided.
 
-    The teacher's logits over the draft vocabulary are computed once per position and reused, shifted, by every
-    step: the teacher of the r-th of the P rows at step k is that of row r + k at step 0, for the rows behind a
-    counted one are the next positions of the same answer.
+    The teacher's logits over the draft vocabulary are computed once per position and reused, shifted, by each
+    step: the teacher of the r-th of the P rows at step k is that of row r + k at step 0, for the rows behind
+    a counted one are the next positions of the same answer.
 
     Args:
         draft_head: the target head's rows of the draft vocabulary, [Vd, H].
@@ -212,7 +209,7 @@ def sums(
 
 
 def _side_by_side(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The true positions of bool [B, T], moved to the left: int64 [B, R] (0 behind them), and which are real."""
+    """The true positions of bool [B, T] moved left, int64 [B, R], 0 behind them; and which are real."""
     number = mask.sum(1)
     rows = mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, : int(number.max())]
     real = torch.arange(rows.shape[1], device=mask.device) < number[:, None]

@@ -1,0 +1,275 @@
+"""The draft model against plain formulas, and its checkpoint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from eaglet import draft_vocab
+from eaglet import drafter as drafters
+from eaglet.drafter import Drafter, DrafterConfig, KeyValues
+from eaglet.errors import EagletError
+
+TARGET = LlamaConfig(
+    vocab_size=20,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=6,  # not hidden / heads
+    max_position_embeddings=64,
+    rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+)
+VOCAB = draft_vocab.choose(torch.arange(20), 9, {0})
+
+
+def make(seed: int = 0, target: Any = TARGET) -> Drafter:
+    embedding = torch.randn(20, 16, generator=torch.Generator().manual_seed(9))
+    return Drafter(DrafterConfig.from_target(target, 9), embedding, seed)
+
+
+def test_config_from_target() -> None:
+    assert DrafterConfig.from_target(TARGET, 9) == DrafterConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        rms_norm_eps=1e-6,
+        vocab_size=20,
+        draft_vocab_size=9,
+        max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+    )
+
+
+def test_config_refuses_rope_that_moves_with_the_length() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(EagletError, match="dynamic"):
+        DrafterConfig.from_target(LlamaConfig(rope_parameters=rope), 9)
+
+
+def test_weights_follow_from_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    one = make(3)
+    torch.manual_seed(2)
+    two = make(3)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+    assert not torch.equal(one.fc.weight, make(4).fc.weight)
+    assert one.fc.weight.abs().max() <= 48**-0.5
+
+
+def test_embedding_is_neither_trained_nor_saved() -> None:
+    drafter = make()
+    assert "embedding" not in drafter.state_dict()
+    assert "embedding" not in dict(drafter.named_parameters())
+    with pytest.raises(EagletError, match="another target"):
+        Drafter(drafter.config, torch.zeros(20, 8))
+
+
+def test_head_starts_from_the_targets_rows() -> None:
+    drafter = make()
+    head = torch.randn(20, 16)
+    drafter.init_from_target(head, VOCAB)
+    assert torch.equal(drafter.lm_head.weight, head[VOCAB.t2d])
+    assert drafter.lm_head.weight.requires_grad
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 5000.0},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16},
+        {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_rope_is_transformers(rope: dict[str, Any]) -> None:
+    target = LlamaConfig(**{**TARGET.to_dict(), "rope_parameters": dict(rope)})
+    drafter = make(target=target)
+    x = torch.randn(2, 4, 5, 6)
+    positions = torch.tensor([[0, 3, 9, 40, 63], [1, 1, 2, 30, 31]])
+    cos, sin = LlamaRotaryEmbedding(target)(x, positions)
+    expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
+    torch.testing.assert_close(drafter._rotate(x, positions), expected)
+    kept = drafter.to(torch.bfloat16)
+    assert kept.frequencies.dtype == torch.float32
+
+
+def test_step_is_the_formula() -> None:
+    """Step 0 of one row at position 0: attention over one key is its value."""
+    drafter = make()
+    layer = drafter.midlayer
+    aux, token = torch.randn(1, 1, 48), torch.tensor([[7]])
+
+    def rms(x: torch.Tensor) -> torch.Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    g = aux @ drafter.fc.weight.T
+    u = torch.cat([rms(drafter.embedding[7])[None, None], rms(g)], -1)
+    value = (u @ layer.self_attn.v_proj.weight.T).view(2, 6)
+    mixed = value.repeat_interleave(2, 0).view(1, 1, 24)  # query heads 0, 1 use key head 0; 2, 3 head 1
+    y = g + mixed @ layer.self_attn.o_proj.weight.T
+    n = rms(y)
+    gate, up = n @ layer.mlp.gate_proj.weight.T, n @ layer.mlp.up_proj.weight.T
+    expected = y + (gate * torch.sigmoid(gate) * up) @ layer.mlp.down_proj.weight.T
+
+    features = drafter.fuse(aux)
+    context = drafter.context(features, token)
+    actual, own = drafter.step(0, features, token, torch.tensor([[0]]), context)
+    torch.testing.assert_close(actual, expected)
+    assert own.keys.shape == (1, 2, 1, 0, 6)
+    torch.testing.assert_close(drafter.logits(actual), rms(expected) @ drafter.lm_head.weight.T)
+
+
+def test_context_grows_in_pieces() -> None:
+    drafter = make()
+    features, tokens = torch.randn(1, 5, 16), torch.tensor([[1, 2, 3, 4, 5]])
+    whole = drafter.context(features, tokens)
+    first = drafter.context(features[:, :2], tokens[:, :2])
+    second = drafter.context(features[:, 2:], tokens[:, 2:], start=2)
+    for all_at_once, one, two in zip(whole, first, second, strict=True):
+        torch.testing.assert_close(all_at_once, torch.cat([one, two], 2))
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+def test_attention_is_the_dense_mask(k: int) -> None:
+    """Against torch's own attention over all keys of all steps, values and gradients."""
+    torch.manual_seed(k)
+    batch, heads, kv, length, size = 2, 4, 2, 5, 6
+    q = torch.randn(batch, heads, length, size, dtype=torch.float64, requires_grad=True)
+    keys, values = (
+        torch.randn(k + 1, batch, kv, length, size, dtype=torch.float64, requires_grad=True) for _ in range(2)
+    )
+    rows = torch.arange(length).expand(batch, -1)
+    own = KeyValues(keys[1:].permute(1, 2, 3, 0, 4), values[1:].permute(1, 2, 3, 0, 4))
+    sparse = drafters.attention(q, KeyValues(keys[0], values[0]), own, rows)
+
+    causal, diagonal = torch.ones(length, length).tril().bool(), torch.eye(length).bool()
+    mask = torch.cat([causal, *[diagonal] * k], 1)  # [T, (k+1)·T]
+    flat_keys, flat_values = (x.permute(1, 2, 0, 3, 4).reshape(batch, kv, -1, size) for x in (keys, values))
+    dense = torch.nn.functional.scaled_dot_product_attention(
+        q, flat_keys, flat_values, attn_mask=mask, enable_gqa=True
+    )
+    dense = dense.transpose(1, 2).reshape(batch, length, -1)
+    torch.testing.assert_close(sparse, dense)
+
+    weight = torch.randn_like(sparse)
+    for one, two in zip(
+        torch.autograd.grad((sparse * weight).sum(), (q, keys, values)),
+        torch.autograd.grad((dense * weight).sum(), (q, keys, values)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, two)
+
+
+def test_checkpoint_is_what_sglang_reads(tmp_path: Path) -> None:
+    drafter = make()
+    drafters.save(tmp_path, drafter, VOCAB, [1, 2, 4], TARGET)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["eagle_config"] == {
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+        "use_aux_hidden_state": True,
+    }
+    assert (config["num_hidden_layers"], config["vocab_size"], config["draft_vocab_size"]) == (1, 20, 9)
+    assert (config["rope_theta"], config["rope_scaling"]) == (5000.0, None)
+    assert config["tie_word_embeddings"] is False
+    assert config["torch_dtype"] == "bfloat16"
+    parsed = LlamaConfig(**config)
+    assert parsed.rope_parameters == {"rope_type": "default", "rope_theta": 5000.0}
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert {name: list(tensor.shape) for name, tensor in tensors.items()} == {
+        "fc.weight": [16, 48],
+        "midlayer.input_layernorm.weight": [16],
+        "midlayer.hidden_norm.weight": [16],
+        "midlayer.post_attention_layernorm.weight": [16],
+        "midlayer.self_attn.q_proj.weight": [24, 32],
+        "midlayer.self_attn.k_proj.weight": [12, 32],
+        "midlayer.self_attn.v_proj.weight": [12, 32],
+        "midlayer.self_attn.o_proj.weight": [16, 24],
+        "midlayer.mlp.gate_proj.weight": [24, 16],
+        "midlayer.mlp.up_proj.weight": [24, 16],
+        "midlayer.mlp.down_proj.weight": [16, 24],
+        "norm.weight": [16],
+        "lm_head.weight": [9, 16],
+        "d2t": [9],
+        "t2d": [20],
+    }
+    assert tensors["fc.weight"].dtype == torch.bfloat16
+    assert torch.equal(tensors["d2t"], VOCAB.d2t)
+
+
+def test_load_gives_back_the_rounded_drafter(tmp_path: Path) -> None:
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    drafter = make(target=LlamaConfig(**{**TARGET.to_dict(), "rope_parameters": rope}))
+    drafters.save(tmp_path, drafter, VOCAB, [1, 2, 4], TARGET)
+    loaded, vocab = drafters.load(tmp_path, drafter.embedding)
+    assert loaded.config == drafter.config
+    assert torch.equal(vocab.t2d, VOCAB.t2d)
+    for name, parameter in drafter.named_parameters():
+        assert torch.equal(loaded.state_dict()[name], parameter.bfloat16().float())
+    half, _ = drafters.load(tmp_path, drafter.embedding.bfloat16())
+    assert half.fc.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm.weight": None}, "lacks the tensors norm.weight"),
+        ({"extra.weight": torch.zeros(1)}, "unknown tensors extra.weight"),
+        ({"fc.weight": torch.zeros(16, 32, dtype=torch.bfloat16)}, "fc.weight is"),
+        ({"fc.weight": torch.zeros(16, 48)}, "float32"),
+        ({"d2t": torch.tensor([0, 11, 12, 13, 14, 15, 16, 17, 18])}, "different tokens"),
+    ],
+    ids=["missing", "unknown", "shape", "dtype", "d2t"],
+)
+def test_load_refuses(tmp_path: Path, change: dict[str, torch.Tensor | None], message: str) -> None:
+    drafter = make()
+    drafters.save(tmp_path, drafter, VOCAB, [1, 2, 4], TARGET)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | change
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    with pytest.raises(EagletError, match=message):
+        drafters.load(tmp_path, drafter.embedding)
+
+
+def test_load_refuses_another_folder_or_target(tmp_path: Path) -> None:
+    drafter = make()
+    with pytest.raises(EagletError, match="missing"):
+        drafters.load(tmp_path, drafter.embedding)
+    drafters.save(tmp_path, drafter, VOCAB, [1, 2, 4], TARGET)
+    with pytest.raises(EagletError, match="another target"):
+        drafters.load(tmp_path, torch.zeros(21, 16))
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    with pytest.raises(EagletError, match="architectures"):
+        drafters.load(tmp_path, drafter.embedding)
+
+
+def test_save_refuses(tmp_path: Path) -> None:
+    with pytest.raises(EagletError, match="d2t is"):
+        drafters.save(tmp_path, make(), draft_vocab.choose(torch.arange(20), 8, set()), [1, 2, 4], TARGET)
+    with pytest.raises(EagletError, match="three rising"):
+        drafters.save(tmp_path, make(), VOCAB, [1, 2, 6], TARGET)
+
+
+def test_sglang_layer_ids() -> None:
+    assert drafters.sglang_layer_ids([2, 30, 58], "llama") == [2, 30, 58]
+    assert drafters.sglang_layer_ids([2, 30, 58], "deepseek_v3") == [3, 31, 59]
+    assert drafters.sglang_layer_ids([1, 29, 57], "deepseek_v3") == [1, 29, 57]
+    with pytest.raises(EagletError, match="cannot capture"):
+        drafters.sglang_layer_ids([0, 29, 57], "deepseek_v3")
