@@ -128,13 +128,9 @@ def test_decoding_is_what_training_unrolled() -> None:
     aux = w.others[0].aux
     for last in (5, 14, 22):
         features = drafter.fuse(aux[: last + 1])[None]
-        context = acceptance._extend(
-            drafter, None, features[:, :3], ids[1:4]
-        )  # in two pieces, as when decoding
+        context = acceptance._extend(drafter, None, features[:, :3], ids[1:4])  # in two pieces, as when decoding
         context = acceptance._extend(drafter, context, features[:, 3:], ids[4 : last + 2])
-        drafted, served = acceptance.draft(
-            drafter, w.vocab, features[:, -1:], ids[last + 1], context, steps=STEPS
-        )
+        drafted, served = acceptance.draft(drafter, w.vocab, features[:, -1:], ids[last + 1], context, steps=STEPS)
         taught = torch.tensor([ids[: last + 2] + drafted])
         padding = torch.zeros(1, taught.shape[1] - last - 1, 3 * H)
         rows = torch.arange(last + 1)[None]

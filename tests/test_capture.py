@@ -62,7 +62,12 @@ def test_real_model_in_bfloat16(smollm2, tokenizer) -> None:  # type: ignore[no-
     import transformers
 
     network = transformers.AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval()
-    texts = ["The capital of France is", "def add(a, b):\n    return a + b\n\n" * 8, "1, 2, 3", "Once upon a time " * 20]
+    texts = [
+        "The capital of France is",
+        "def add(a, b):\n    return a + b\n\n" * 8,
+        "1, 2, 3",
+        "Once upon a time " * 20,
+    ]
     rows = [tokenizer(text)["input_ids"] for text in texts]
     together = dict(engine(network).prefill(rows, ["L01", "L14", "L26", "final"]))
     for index, row in enumerate(rows):

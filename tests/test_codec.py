@@ -91,9 +91,7 @@ def test_blocks_are_frames_with_size_and_checksum_then_the_plane() -> None:
     assert (claims.content_size, claims.has_checksum, claims.dict_id) == (96, True, 0)
     exponents = np.frombuffer(zstandard.decompress(frame), np.uint8).reshape(3, 32) + run.base
     np.testing.assert_array_equal(exponents, states >> 7 & 255)
-    np.testing.assert_array_equal(
-        np.frombuffer(plane, np.uint8).reshape(3, 32), (states << 1 | states >> 15) & 255
-    )
+    np.testing.assert_array_equal(np.frombuffer(plane, np.uint8).reshape(3, 32), (states << 1 | states >> 15) & 255)
 
 
 def test_part_of_a_block_equals_part_of_the_whole() -> None:
@@ -146,9 +144,7 @@ def test_unknown_codec_is_refused() -> None:
 
 
 def frame_of(data: bytes, write_checksum: bool = True, write_content_size: bool = True) -> bytes:
-    compressor = zstandard.ZstdCompressor(
-        write_checksum=write_checksum, write_content_size=write_content_size
-    )
+    compressor = zstandard.ZstdCompressor(write_checksum=write_checksum, write_content_size=write_content_size)
     return compressor.compress(data)
 
 

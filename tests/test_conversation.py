@@ -106,9 +106,7 @@ SPECIAL = [
 SPECIAL += ["<end_of_turn>", "<s>", "</s>", "[INST]", "[/INST]", "<|User|>", "<|Assistant|>"]
 
 # What SmolLM2's template puts before a conversation without a system message.
-SYSTEM = (
-    "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-)
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -265,10 +263,7 @@ CASES: list[tuple[str, str, list[dict[str, Any]], list[str]]] = [
         "thinking is the assistant's",
         "smollm2",
         [user("Hi"), bot("<think>\nHm\n</think>\n\nYes?")],
-        [
-            f"{SYSTEM}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-            "⟦<think>\nHm\n</think>\n\nYes?<|im_end|>⟧"
-        ],
+        [f"{SYSTEM}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦<think>\nHm\n</think>\n\nYes?<|im_end|>⟧"],
     ),
     (
         "tool results and roles that the template does not know are context",
@@ -351,9 +346,7 @@ CASES: list[tuple[str, str, list[dict[str, Any]], list[str]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "expected"), [case[1:] for case in CASES], ids=[c[0] for c in CASES]
-)
+@pytest.mark.parametrize(("template", "messages", "expected"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
 def test_the_mask_covers_the_answers(
     model: Any, template: str, messages: list[dict[str, Any]], expected: list[str]
 ) -> None:
@@ -409,9 +402,7 @@ REFUSED: list[tuple[str, str, list[dict[str, Any]], str]] = [
 @pytest.mark.parametrize(
     ("template", "messages", "reason"), [case[1:] for case in REFUSED], ids=[c[0] for c in REFUSED]
 )
-def test_what_is_uncertain_is_refused(
-    model: Any, template: str, messages: list[dict[str, Any]], reason: str
-) -> None:
+def test_what_is_uncertain_is_refused(model: Any, template: str, messages: list[dict[str, Any]], reason: str) -> None:
     target = model(template)
     with pytest.raises(CannotMask) as caught:
         given_turns(target.tokenizer, conversation(messages), target.end_ids)
@@ -497,9 +488,7 @@ def test_the_tokenizers_own_mask_is_not_used(tokenizer: Any, model: Any) -> None
     theirs = own.apply_chat_template(messages, **wanted)
     (row,) = merge(given_turns(own, conversation(messages), frozenset({2})))
     (start, stop) = row.spans[0]
-    assert [place for place, inside in enumerate(theirs["assistant_masks"]) if inside] == [
-        *range(start, stop)
-    ]
+    assert [place for place, inside in enumerate(theirs["assistant_masks"]) if inside] == [*range(start, stop)]
     assert row.input_ids[start:stop] == turn.answer_ids
 
 
@@ -603,9 +592,7 @@ def test_merge(turns: list[Any], expected: list[Any]) -> None:
     ],
     ids=["continues", "cut-off", "other-tokens", "newline", "half-character"],
 )
-def test_generated_turns_continue_id_for_id_or_split(
-    model: Any, answers: list[Any], expected: list[str]
-) -> None:
+def test_generated_turns_continue_id_for_id_or_split(model: Any, answers: list[Any], expected: list[str]) -> None:
     target = model("chatml")
     dialogue = generate.start(conversation([user("Hi"), bot("left out"), user("Bye")]), regenerate=True)
     generated = []
@@ -621,9 +608,7 @@ def test_generated_turns_continue_id_for_id_or_split(
         generate.take(dialogue, context, generate.Answer(ids, reason), target)
         generated.append((ids, reason))
     rows = merge(dialogue.turns)
-    assert [shown(target.tokenizer, row) for row in rows] == [
-        f"<|im_start|>user\n{text}" for text in expected
-    ]
+    assert [shown(target.tokenizer, row) for row in rows] == [f"<|im_start|>user\n{text}" for text in expected]
     kept = [
         (row.input_ids[start:stop], reason)
         for row in rows

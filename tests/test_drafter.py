@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from eaglet import draft_vocab
+from eaglet import draft_vocab, layers
 from eaglet import drafter as drafters
 from eaglet.drafter import Drafter, DrafterConfig, KeyValues
 from eaglet.errors import EagletError
@@ -162,9 +162,7 @@ def test_attention_is_the_dense_mask(k: int) -> None:
     causal, diagonal = torch.ones(length, length).tril().bool(), torch.eye(length).bool()
     mask = torch.cat([causal, *[diagonal] * k], 1)  # [T, (k+1)·T]
     flat_keys, flat_values = (x.permute(1, 2, 0, 3, 4).reshape(batch, kv, -1, size) for x in (keys, values))
-    dense = torch.nn.functional.scaled_dot_product_attention(
-        q, flat_keys, flat_values, attn_mask=mask, enable_gqa=True
-    )
+    dense = torch.nn.functional.scaled_dot_product_attention(q, flat_keys, flat_values, attn_mask=mask, enable_gqa=True)
     dense = dense.transpose(1, 2).reshape(batch, length, -1)
     torch.testing.assert_close(sparse, dense)
 
@@ -268,8 +266,8 @@ def test_save_refuses(tmp_path: Path) -> None:
 
 
 def test_sglang_layer_ids() -> None:
-    assert drafters.sglang_layer_ids([2, 30, 58], "llama") == [2, 30, 58]
-    assert drafters.sglang_layer_ids([2, 30, 58], "deepseek_v3") == [3, 31, 59]
-    assert drafters.sglang_layer_ids([1, 29, 57], "deepseek_v3") == [1, 29, 57]
+    assert layers.to_sglang([2, 30, 58], "llama") == [2, 30, 58]
+    assert layers.to_sglang([2, 30, 58], "deepseek_v3") == [3, 31, 59]
+    assert layers.to_sglang([1, 29, 57], "deepseek_v3") == [1, 29, 57]
     with pytest.raises(EagletError, match="cannot capture"):
-        drafters.sglang_layer_ids([0, 29, 57], "deepseek_v3")
+        layers.to_sglang([0, 29, 57], "deepseek_v3")

@@ -70,7 +70,10 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     command = [PYTHON, SCRIPT, folder / "in.safetensors", folder / "out.safetensors"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    return {**inputs, **{f"their {name}": value for name, value in load_file(folder / "out.safetensors").items()}}
+    return {
+        **inputs,
+        **{f"their {name}": value for name, value in load_file(folder / "out.safetensors").items()},
+    }
 
 
 @pytest.fixture
@@ -96,7 +99,9 @@ def test_loss_and_gradients(case: dict[str, torch.Tensor], drafter: Drafter) -> 
         final=case["final"][None],
         choice=ttt.teacher_choice(case["final"], case["head.weight"])[None],
     )
-    sums = ttt.sums(drafter, batch, case["head.weight"][vocab.target_ids], vocab, steps=STEPS, out_of_vocab="renormalise")
+    sums = ttt.sums(
+        drafter, batch, case["head.weight"][vocab.target_ids], vocab, steps=STEPS, out_of_vocab="renormalise"
+    )
     counted = case["their counted"].bool()
     assert sums.loss_rows.tolist() == counted.sum(1).tolist() == [LENGTH - 2 - k for k in range(STEPS)]
     probabilities = case["their target_probs"]

@@ -61,7 +61,7 @@ class Project:
 
 def ran(output: str) -> list[str]:
     """Stages that DVC executed, in order; restored ones are not among them."""
-    return [name for name in re.findall(r"Running stage '(\w+)'", output)]
+    return list(re.findall(r"Running stage '(\w+)'", output))
 
 
 def computed(output: str) -> tuple[int, int]:
@@ -151,10 +151,10 @@ def test_plan_says_nothing_to_do(project: Project) -> None:
 
 def test_changed_layer_computes_that_layer_alone(project: Project) -> None:
     rows = project.metrics("tokenize")["rows"]
-    project.params(extract__layers=[1, 2, 3])
+    project.params(extract__layers=[1, 3, 5])
     plan = project.run("eaglet", "plan")
     assert re.findall(r"(\w+): (\d+) rows to compute", plan) == [
-        ("L01", "0"), ("L02", "0"), ("L03", str(rows)), ("final", "0"),
+        ("L01", "0"), ("L03", "0"), ("L05", str(rows)), ("final", "0"),
     ]  # fmt: skip
     before = {path.name for path in (project.folder / "data/states/L01").iterdir()}
     output = project.repro()
@@ -163,7 +163,7 @@ def test_changed_layer_computes_that_layer_alone(project: Project) -> None:
     assert {path.name for path in (project.folder / "data/states/L01").iterdir()} == before
     assert json.loads((project.folder / "data/drafter/config.json").read_text())["eagle_config"][
         "eagle_aux_hidden_state_layer_ids"
-    ] == [1, 2, 3]
+    ] == [1, 3, 5]
 
 
 def test_layers_changed_back_compute_nothing(project: Project) -> None:
@@ -176,9 +176,7 @@ def test_layers_changed_back_compute_nothing(project: Project) -> None:
 def test_one_changed_prompt_computes_one_row(project: Project) -> None:
     path = project.folder / "data/prompts/knowledge.jsonl"
     lines = path.read_text().splitlines()
-    lines[7] = json.dumps(
-        {"id": "changed", "source": "knowledge", "prompt": "Why is the sea salt and the rain not?"}
-    )
+    lines[7] = json.dumps({"id": "changed", "source": "knowledge", "prompt": "Why is the sea salt and the rain not?"})
     path.write_text("\n".join(lines) + "\n")
     plan = project.run("eaglet", "plan")
     assert "1 turns to answer" in plan

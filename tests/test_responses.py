@@ -153,7 +153,7 @@ class Scripted:
             question = text.split("<|im_start|>user\n")[-1].split("<|im_end|>")[0]
             self.asked.append(question)
             if question not in self._script:
-                raise KeyboardInterrupt
+                raise ConnectionError(question)
             ids = self._tokenizer(self._script[question])["input_ids"]
             yield index, Answer(ids, "stop" if ids[-1] == 2 else "length")
 
@@ -197,7 +197,7 @@ def test_answers_reach_their_own_conversation_and_are_asked_for_once(tokenizer: 
 
 
 def test_what_was_answered_before_a_crash_is_reused(tokenizer: Any) -> None:
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ConnectionError):
         answered(tokenizer, {"B": "b<|im_end|>"}, ["A"], ["B"])
     _, engine, counts = answered(tokenizer, {"A": "a<|im_end|>"}, ["A"], ["B"])
     assert (engine.asked, counts.computed, counts.reused) == (["A"], 1, 1)
@@ -205,14 +205,10 @@ def test_what_was_answered_before_a_crash_is_reused(tokenizer: Any) -> None:
 
 def test_records_are_read_back_or_refused_by_line() -> None:
     path = Path("responses.jsonl")
-    with pytest.raises(
-        EagletError, match=r"^responses.jsonl is missing: run `dvc repro generate`, or `dvc pull`$"
-    ):
+    with pytest.raises(EagletError, match=r"^responses.jsonl is missing: run `dvc repro generate`, or `dvc pull`$"):
         list(responses.read(path))
     path.write_text('{"id": "ü\u2028"}\n{"id"\n', encoding="utf-8")
     found = responses.read(path)
     assert next(found) == {"id": "ü\u2028"}
-    with pytest.raises(
-        EagletError, match=r"^responses.jsonl:2: not JSON \(.*\): `dvc checkout` brings it back$"
-    ):
+    with pytest.raises(EagletError, match=r"^responses.jsonl:2: not JSON \(.*\): `dvc checkout` brings it back$"):
         next(found)

@@ -39,9 +39,7 @@ def meta_of(name: str, hidden: int, *samples: str) -> ShardMeta:
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Bit for bit: NaN equals itself, and -0 is not 0."""
-    return left.dtype == right.dtype == torch.bfloat16 and torch.equal(
-        left.view(torch.int16), right.view(torch.int16)
-    )
+    return left.dtype == right.dtype == torch.bfloat16 and torch.equal(left.view(torch.int16), right.view(torch.int16))
 
 
 def store(path: Path, name: str, states: dict[str, torch.Tensor]) -> bytes:
@@ -78,8 +76,7 @@ def split(data: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     header = json.loads(data[8:at])
     ends = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
     return header, {
-        name: data[at + start : at + end]
-        for name, (start, end) in sorted(ends.items(), key=lambda item: item[1])
+        name: data[at + start : at + end] for name, (start, end) in sorted(ends.items(), key=lambda item: item[1])
     }
 
 
@@ -267,9 +264,7 @@ def test_swapped_blocks_are_detected(tmp_path: Path, small_blocks: None) -> None
 def test_a_missing_sample_names_file_sample_and_remedy(small: tuple[Path, bytes]) -> None:
     with Shard.open(small[0]) as shard:
         for call in (shard.read, shard.run):
-            with pytest.raises(
-                ShardError, match=r"small.safetensors: sample 'q' is not in this shard: run `dvc"
-            ):
+            with pytest.raises(ShardError, match=r"small.safetensors: sample 'q' is not in this shard: run `dvc"):
                 call("q")
 
 
@@ -385,9 +380,7 @@ def test_frames_that_lie_are_refused_under_right_checksums(tmp_path: Path, small
     ):
         block = frame + data[-16:]
 
-        def edit(
-            fields: dict[str, Any], tensors: dict[str, bytes], frame: bytes = frame, block: bytes = block
-        ) -> None:
+        def edit(fields: dict[str, Any], tensors: dict[str, bytes], frame: bytes = frame, block: bytes = block) -> None:
             tensors["data"] = block
             tensors["ends"] = struct.pack("<Q", len(block))
             tensors["exponents"] = struct.pack("<I", len(frame))
@@ -396,9 +389,7 @@ def test_frames_that_lie_are_refused_under_right_checksums(tmp_path: Path, small
         put(path, reseal(data, edit))
         with Shard.open(path) as shard:
             for call in (shard.verify, lambda: shard.read("a", 0, 1)):
-                with pytest.raises(
-                    ShardError, match=rf"sample 'a': block 0 is damaged: its zstd frame {message}"
-                ):
+                with pytest.raises(ShardError, match=rf"sample 'a': block 0 is damaged: its zstd frame {message}"):
                     call()
 
 
@@ -586,9 +577,7 @@ def test_write_refuses_runs_that_are_not_the_headers(tmp_path: Path, small_block
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_header_that_would_be_too_large_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_header_that_would_be_too_large_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("eaglet.shard.MAX_HEADER", 512)
     with pytest.raises(ShardError, match=r"1 samples are too many for a shard: lower extract.shard_tokens"):
         store(tmp_path / "s", "raw", {"a": any_states(1, 4)})

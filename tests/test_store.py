@@ -96,7 +96,7 @@ def test_only_what_is_missing_is_work(folder: Path) -> None:
     assert {s for item in states.work(groups) for s in item.compute} == {row.sample for row in rows}
     fill(states, groups)
     assert states.work(groups) == []
-    more = [item for item in Store(KIND, STREAMS[:3]).work(groups)]
+    more = list(Store(KIND, STREAMS[:3]).work(groups))
     assert {item.stream for item in more} == {"L03"}
     changed = [*rows[:30], *make_rows(1, seed=5), *rows[31:]]
     work = states.work(store.group_rows(changed, 256))

@@ -164,9 +164,7 @@ class Shuffled(Tiny):
 
 def test_unseen_documents_are_drafted_from_the_right_states_alone() -> None:
     vocab = draft_vocab.choose(torch.ones(16, dtype=torch.int64), 16, set())
-    config = DrafterConfig.from_target(
-        LlamaConfig(**{**world().model.config.to_dict(), "vocab_size": 16}), 16
-    )
+    config = DrafterConfig.from_target(LlamaConfig(**{**world().model.config.to_dict(), "vocab_size": 16}), 16)
     settings = replace(SETTINGS, epochs=40, learning_rate=1e-2, head_init="random")
     documents, unseen = (
         [telling(number) for number in range(24)],
@@ -176,9 +174,7 @@ def test_unseen_documents_are_drafted_from_the_right_states_alone() -> None:
     for kind in (Tiny, Shuffled):
         drafter = Drafter(config, torch.randn(16, H, generator=torch.Generator().manual_seed(5)))
         given = [kind(**vars(one)) for one in documents]
-        training.train(
-            drafter, given, [], torch.eye(16, H), vocab, settings=settings, on_step=lambda record: None
-        )
+        training.train(drafter, given, [], torch.eye(16, H), vocab, settings=settings, on_step=lambda record: None)
         measured = training.evaluate(drafter, unseen, torch.eye(16, H), vocab, settings)
         lengths.append(measured["simulated_acceptance_length"])
     assert lengths[0] > 2.5
@@ -211,9 +207,7 @@ def test_micro_batches_do_not_change_the_training(mode: ttt.OutOfVocab) -> None:
     w = world()
     vocab = vocabulary(w.documents, 20)
     cut = [
-        replace(
-            one, **{name: getattr(one, name)[:length] for name in ("input_ids", "span_ids", "aux", "final")}
-        )
+        replace(one, **{name: getattr(one, name)[:length] for name in ("input_ids", "span_ids", "aux", "final")})
         for one, length in zip(w.documents, (32, 9, 20, 31, 6, 5, 12, 32), strict=True)
     ]
     trained = []
@@ -300,9 +294,7 @@ def test_head_init() -> None:
 
 def test_documents_without_a_row_are_left_out() -> None:
     w = world()
-    empty = replace(
-        w.documents[0], span_ids=torch.zeros(PROMPT + ANSWER, dtype=torch.int64), sample="empty", reads=0
-    )
+    empty = replace(w.documents[0], span_ids=torch.zeros(PROMPT + ANSWER, dtype=torch.int64), sample="empty", reads=0)
     settings = replace(SETTINGS, epochs=1, batch_documents=1)
     records = training.train(
         new_drafter(w.model, w.vocab),
@@ -334,9 +326,7 @@ def test_nan_names_the_sample() -> None:
     bad = copy.deepcopy(w.documents)
     bad[2].aux[5, 3] = float("nan")
     with pytest.raises(EagletError, match="sample-2"):
-        training.train(
-            new_drafter(w.model, w.vocab), bad, [], w.head, w.vocab, settings=SETTINGS, on_step=print
-        )
+        training.train(new_drafter(w.model, w.vocab), bad, [], w.head, w.vocab, settings=SETTINGS, on_step=print)
     drafter = new_drafter(w.model, w.vocab)
     drafter.fc.weight.data[0, 0] = float("inf")
     with pytest.raises(EagletError, match=r"step 0: loss nan.*sample-"):

@@ -19,7 +19,12 @@ SIZES = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
-    "gemma3_text": {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "head_dim": 16,
+        "sliding_window": 16,
+        "query_pre_attn_scalar": 16,
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         "num_key_value_heads": 4,
@@ -65,9 +70,10 @@ def rows(count: int, longest: int, seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, 300, (length,), generator=generator).tolist() for length in lengths]
 
 
-def save_target(folder: Path, tokenizer: PreTrainedTokenizerFast, **more: Any) -> Path:
-    """A tiny Llama in a folder, with a real tokenizer: what `target.model` may name."""
-    network = model("llama", torch.bfloat16, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **more)
+def save_target(folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A tiny Llama of 8 layers in a folder, with a real tokenizer: what `target.model` may name."""
+    sizes = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "num_hidden_layers": 8}
+    network = model("llama", torch.bfloat16, **sizes)
     network.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -5,6 +5,7 @@ would have written and the target's own next token, and gives the drafter the ta
 kept. What comes out is the target's greedy answer, token for token (up to ties in its arithmetic).
 """
 
+import warnings
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,9 @@ from eaglet import capture as hooks
 from eaglet.draft_vocab import DraftVocabulary
 from eaglet.drafter import Drafter, KeyValues
 from eaglet.layers import FINAL, stream, streams
+
+# Transformers 5.24 renames `past_key_values` to `cache`; 5.17 knows the old name alone.
+warnings.filterwarnings("ignore", message=".*`past_key_values` is deprecated", category=FutureWarning)
 
 # (model, input_ids int64 [n], cache) → the chosen layers' outputs side by side [n, 3H], logits [n, V]
 Capture = Callable[[Any, Tensor, Any], tuple[Tensor, Tensor]]
@@ -151,9 +155,7 @@ def greedy(target_model: Any, prompt_ids: Sequence[int], max_new_tokens: int, eo
     return output
 
 
-def _extend(
-    drafter: Drafter, context: KeyValues | None, features: Tensor, next_tokens: Sequence[int]
-) -> KeyValues:
+def _extend(drafter: Drafter, context: KeyValues | None, features: Tensor, next_tokens: Sequence[int]) -> KeyValues:
     """The context with the step-0 keys of new rows, made from the target's streams."""
     tokens = torch.tensor([list(next_tokens)], device=features.device)
     if context is None:

@@ -81,7 +81,7 @@ def agreement(
     """
     places = loss_mask[1:].nonzero().flatten()
     hits = 0
-    for some in places.split(_ROWS_AT_ONCE):
+    for some in torch.split(places, _ROWS_AT_ONCE):
         logits = final[some].float() @ head.T
         hits += int((logits.argmax(dim=1) == input_ids[some + 1]).sum())
     return hits, len(places)
@@ -159,7 +159,9 @@ def compare(
 def _diagnose(values: torch.Tensor, right: torch.Tensor, truth: Reference) -> str:
     """The known mistake that explains the values best."""
     candidates = {f"the output of layer {layer} (layer off?)": other for layer, other in enumerate(truth.outputs[:-1])}
-    candidates[f"the output of layer {len(truth.outputs) - 1}, before the final norm (norm missing?)"] = truth.outputs[-1]
+    candidates[f"the output of layer {len(truth.outputs) - 1}, before the final norm (norm missing?)"] = truth.outputs[
+        -1
+    ]
     candidates["the state after the final norm"] = truth.final
     candidates["the final norm applied twice"] = truth.final_twice
     errors = {what: relative_error(values, other) for what, other in candidates.items()}
@@ -170,5 +172,3 @@ def _diagnose(values: torch.Tensor, right: torch.Tensor, truth: Reference) -> st
     if errors[best] > 0.2:
         return "nothing of this row: another sample's rows, or another model?"
     return f"{best}, relative error {errors[best]:.3f}"
-
-

@@ -69,9 +69,7 @@ def choose(counts: Tensor, size: int, always: set[int]) -> DraftVocabulary:
     vocab_size = len(counts)
     kept = torch.tensor(sorted(always), dtype=torch.int64)
     if len(kept) and not 0 <= int(kept[0]) <= int(kept[-1]) < vocab_size:
-        raise EagletError(
-            f"special token ids {sorted(always)} exceed the target's vocabulary of {vocab_size}"
-        )
+        raise EagletError(f"special token ids {sorted(always)} exceed the target's vocabulary of {vocab_size}")
     if not max(1, len(kept)) <= size <= vocab_size:
         raise EagletError(
             f"a draft vocabulary of {size} tokens must hold the {len(kept)} special ones "
@@ -123,9 +121,7 @@ def check(d2t: Tensor, t2d: Tensor, where: str) -> DraftVocabulary:
         EagletError: wrong types or shapes, or the two name different tokens (as when d2t holds absolute ids).
     """
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool or d2t.dim() != 1 or t2d.dim() != 1:
-        raise EagletError(
-            f"{where}: d2t must be int64 [Vd] and t2d bool [V], not {_kind(d2t)} and {_kind(t2d)}"
-        )
+        raise EagletError(f"{where}: d2t must be int64 [Vd] and t2d bool [V], not {_kind(d2t)} and {_kind(t2d)}")
     target_ids = torch.arange(len(d2t)) + d2t
     if not torch.equal(target_ids, t2d.nonzero().squeeze(1)):
         raise EagletError(f"{where}: d2t (offsets: target id = i + d2t[i]) and t2d name different tokens")
@@ -155,7 +151,5 @@ def load(path: Path) -> DraftVocabulary:
     except (SafetensorError, OSError) as error:
         raise EagletError(f"{path} cannot be read ({error}): run `dvc repro --force vocab`") from None
     if set(tensors) != {"d2t", "t2d"}:
-        raise EagletError(
-            f"{path} holds {', '.join(sorted(tensors)) or 'nothing'} where d2t and t2d are expected"
-        )
+        raise EagletError(f"{path} holds {', '.join(sorted(tensors)) or 'nothing'} where d2t and t2d are expected")
     return check(tensors["d2t"], tensors["t2d"], str(path))

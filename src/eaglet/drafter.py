@@ -29,8 +29,6 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # those whose frequencies do not move with the length
 # Rotating part of a head, or by image position, is the target's: the drafter rotates whole heads by position.
 _ROPE_DROPPED = ("type", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-# Where SGLang 0.5.23 adds 1 to the layer ids only if the first is 1 (eagle3.md, "Layer ids").
-_SGLANG_CONDITIONAL = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite")
 
 
 @dataclass(frozen=True)
@@ -77,13 +75,9 @@ def _plain_rope(parameters: dict[str, Any]) -> dict[str, Any]:
         EagletError: a type whose frequencies depend on the length (dynamic, longrope), or that is unknown.
     """
     rope = parameters.get("full_attention", parameters)
-    rope = {"rope_type": rope.get("type", "default")} | {
-        k: v for k, v in rope.items() if k not in _ROPE_DROPPED
-    }
+    rope = {"rope_type": rope.get("type", "default")} | {k: v for k, v in rope.items() if k not in _ROPE_DROPPED}
     if rope["rope_type"] not in _ROPE_TYPES or "rope_theta" not in rope:
-        raise EagletError(
-            f"the target's RoPE {rope} is not supported: the drafter can have {', '.join(_ROPE_TYPES)}"
-        )
+        raise EagletError(f"the target's RoPE {rope} is not supported: the drafter can have {', '.join(_ROPE_TYPES)}")
     return rope
 
 
@@ -258,9 +252,7 @@ class Drafter(nn.Module):
             own = KeyValues(empty, empty)
         if k > 0:
             new = self._key_values(u, rows + k)
-            own = KeyValues(
-                *(torch.cat([old, more[..., None, :]], 3) for old, more in zip(own, new, strict=True))
-            )
+            own = KeyValues(*(torch.cat([old, more[..., None, :]], 3) for old, more in zip(own, new, strict=True)))
         q = self._rotate(self._heads(layer.self_attn.q_proj(u)), rows + k)
         # Scores are recomputed in the backward pass: [R, S] of each head and step would not fit in memory.
         mixed = checkpoint(attention, q, context, own, rows, use_reentrant=False, preserve_rng_state=False)
@@ -333,14 +325,10 @@ def check_tensors(tensors: dict[str, Tensor], config: DrafterConfig, where: str)
     for name, shape in expected.items():
         tensor, dtype = tensors[name], dtypes.get(name, torch.bfloat16)
         if tuple(tensor.shape) != shape or tensor.dtype != dtype:
-            raise EagletError(
-                f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}"
-            )
+            raise EagletError(f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, not {dtype} {list(shape)}")
 
 
-def save(
-    folder: Path, drafter: Drafter, vocab: DraftVocabulary, layers: list[int], target_config: Any
-) -> None:
+def save(folder: Path, drafter: Drafter, vocab: DraftVocabulary, layers: list[int], target_config: Any) -> None:
     """Write config.json and model.safetensors (bfloat16) as SGLang reads them; config.json comes last.
 
     Args:
@@ -352,9 +340,7 @@ def save(
     """
     text = target_config.get_text_config()
     layer_ids.choose(layers, text.num_hidden_layers)
-    tensors = {
-        name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()
-    }
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in drafter.state_dict().items()}
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()} | {
         "d2t": vocab.d2t,
         "t2d": vocab.t2d,
@@ -379,27 +365,15 @@ def save(
         "eos_token_id": getattr(text, "eos_token_id", None),
         "torch_dtype": "bfloat16",
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": sglang_layer_ids(layers, text.model_type),
+            "eagle_aux_hidden_state_layer_ids": layer_ids.to_sglang(layers, text.model_type),
             "use_aux_hidden_state": True,
         },
+        "eaglet": {"layers": layers},  # as this project counts; engines pass over it
     }
     (folder / "config.json").unlink(missing_ok=True)
     with files.atomic(folder / "model.safetensors") as file:
         file.write(safetensors_torch.save(tensors, metadata={"format": "pt"}))
     files.write_json(folder / "config.json", config)
-
-
-def sglang_layer_ids(layers: list[int], model_type: str) -> list[int]:
-    """The ids that make SGLang capture the *outputs* of `layers` (eagle3.md, "Layer ids").
-
-    Raises:
-        EagletError: no ids do, on a class that adds 1 only where the first id is 1.
-    """
-    if model_type not in _SGLANG_CONDITIONAL or layers[0] == 1:
-        return layer_ids.to_output(layers)
-    if layers[0] == 0:
-        raise EagletError(f"SGLang cannot capture the outputs of layers {layers} of a {model_type} target")
-    return layer_ids.to_entering(layers)
 
 
 def load(folder: Path, embedding: Tensor) -> tuple[Drafter, DraftVocabulary]:
@@ -422,6 +396,19 @@ def load(folder: Path, embedding: Tensor) -> tuple[Drafter, DraftVocabulary]:
     drafter = Drafter(config, embedding)
     drafter.load_state_dict(tensors)
     return drafter.to(embedding.device, embedding.dtype), vocab
+
+
+def read_layers(folder: Path) -> list[int]:
+    """The layers whose outputs a saved drafter was trained on.
+
+    Raises:
+        EagletError: no drafter of this project lies there.
+    """
+    config = files.read_json(folder / "config.json", "train")
+    try:
+        return [int(layer) for layer in config["eaglet"]["layers"]]
+    except (KeyError, TypeError, ValueError):
+        raise EagletError(f"{folder / 'config.json'} does not say which layers: it was not saved by eaglet") from None
 
 
 def _read_config(path: Path) -> DrafterConfig:

@@ -69,7 +69,17 @@ class PastOutput:
         return True
 
 
-_REMOTE_PACKAGES = ("dvc", "dvc_data", "dvc_objects", "dvc_s3", "botocore", "s3fs", "aiobotocore", "aiohttp", "fsspec")
+_REMOTE_PACKAGES = (
+    "dvc",
+    "dvc_data",
+    "dvc_objects",
+    "dvc_s3",
+    "botocore",
+    "s3fs",
+    "aiobotocore",
+    "aiohttp",
+    "fsspec",
+)
 
 
 def _cached_object(filesystem: Any, info: dict[str, Any]) -> Path | None:

@@ -10,6 +10,9 @@ from eaglet.errors import EagletError
 FINAL = "final"  # the state after the target's final norm: head(final) gives its logits
 FINAL_KIND = "post_norm"
 
+# Where SGLang 0.5.23 adds 1 to the layer ids only if the first is 1 (eagle3.md, "Layer ids").
+_SGLANG_CONDITIONAL = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite")
+
 
 def choose(layers: Literal["auto"] | list[int], num_layers: int) -> list[int]:
     """The layers to keep, low to high; "auto" is [1, L//2-1, L-4] as in SpecForge.
@@ -60,6 +63,19 @@ def from_entering(layers: list[int]) -> list[int]:
 def to_output(layers: list[int]) -> list[int]:
     """Ids as SGLang (given explicitly), SpecForge, ModelOpt and speculators ≤ 0.4 count: *outputs*, as here."""
     return list(layers)
+
+
+def to_sglang(layers: list[int], model_type: str) -> list[int]:
+    """The ids that make SGLang capture the *outputs* of `layers` (eagle3.md, "Layer ids").
+
+    Raises:
+        EagletError: no ids do, on a class that adds 1 only where the first id is 1.
+    """
+    if model_type not in _SGLANG_CONDITIONAL or layers[0] == 1:
+        return to_output(layers)
+    if layers[0] == 0:
+        raise EagletError(f"SGLang cannot capture the outputs of layers {layers} of a {model_type} target")
+    return to_entering(layers)
 
 
 def sglang_default(num_layers: int) -> list[int]:

@@ -112,16 +112,15 @@ def _parquet(path: Path) -> Iterator[tuple[int, Any]]:
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-    except pyarrow.ArrowException as error:
-        raise EagletError(f"{path}: not a Parquet file ({error})") from None
     number = 0
-    for batch in table.iter_batches(batch_size=1024):
-        for row in batch.to_pylist():
-            number += 1
-            # Parquet fills what a row lacks with nulls; a chat template must not see them.
-            yield number, _without_nulls(row)
+    try:
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                number += 1
+                # Parquet fills what a row lacks with nulls; a chat template must not see them.
+                yield number, _without_nulls(row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise EagletError(f"{path}: not a Parquet file, or damaged behind row {number} ({error})") from None
 
 
 def _without_nulls(value: Any) -> Any:

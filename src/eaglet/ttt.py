@@ -216,9 +216,7 @@ def _side_by_side(mask: Tensor) -> tuple[Tensor, Tensor]:
     return rows * real, real
 
 
-def _soft_cross_entropy(
-    drafter: Drafter, features: Tensor, teacher: Tensor, at: Tensor
-) -> tuple[Tensor, Tensor]:
+def _soft_cross_entropy(drafter: Drafter, features: Tensor, teacher: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
     """Σ over rows of −Σ p log q, p being the target's softmax renormalised over the draft vocabulary.
 
     Args:

@@ -33,7 +33,10 @@ def run(params: Params) -> None:
         why = changed.get(stage)
         print(f"{stage:10} {_mark(stage, changed)} {why or 'up to date'}")
     unanswered = longest * len(states.streams) * states.kind.hidden_size * 2
-    print(f"\ndisk: {need:,} bytes raw ({files.human_bytes(need / expected_ratio())} packed) of states to write", end="")
+    print(
+        f"\ndisk: {need:,} bytes raw ({files.human_bytes(need / expected_ratio())} packed) of states to write",
+        end="",
+    )
     if missing:
         print(f", and at most {unanswered:,} raw for the {missing} turns that are not answered yet", end="")
     print(f"; {files.human_bytes(shutil.disk_usage(Path()).free)} free")
@@ -56,7 +59,7 @@ def changed_stages() -> dict[str, str]:
     """{stage: why} for each stage that DVC would run, or run if those before it change their outputs."""
     from dvc.repo import Repo
 
-    with Repo() as repo, repo.lock:
+    with Repo() as repo:
         status = repo.status()
         order = {stage.name: [dep.def_path for dep in stage.deps] for stage in repo.index.stages}
         makes = {out.def_path: stage.name for stage in repo.index.stages for out in stage.outs}
@@ -152,8 +155,8 @@ def plan_extract(rows: Sequence[Row], states: Store, params: Params, changed: di
         size = tokens * states.kind.hidden_size * 2
         total += size
         print(
-            f"{'':10}       {stream}: {len(compute)} rows to compute ({tokens:,} tokens, {files.human_bytes(size)} raw), "
-            f"{len(rows) - len(compute)} reused"
+            f"{'':10}       {stream}: {len(compute)} rows to compute ({tokens:,} tokens, "
+            f"{files.human_bytes(size)} raw), {len(rows) - len(compute)} reused"
         )
     return total
 

@@ -14,8 +14,14 @@ def run() -> None:
     train, evaluate = _metrics("train"), _metrics("evaluate")
     heldout = train["heldout"]
     lines = [
-        ("prompts", f"{generate['rows_read']:,} read, {generate['duplicates']} duplicates, {generate['refused']} refused"),
-        ("answers", f"{generate['turns']:,} turns, {generate['finish_reasons'].get('length', 0):,} cut at the limit"),
+        (
+            "prompts",
+            f"{generate['rows_read']:,} read, {generate['duplicates']} duplicates, {generate['refused']} refused",
+        ),
+        (
+            "answers",
+            f"{generate['turns']:,} turns, {generate['finish_reasons'].get('length', 0):,} cut at the limit",
+        ),
         ("rows", f"{tokenize['rows']:,}, {tokenize['heldout_rows']:,} of them held out"),
         ("tokens", f"{tokenize['tokens']:,}, {tokenize['answer_tokens']:,} of them answers"),
         (
@@ -26,9 +32,13 @@ def run() -> None:
         ("audit", f"next-token agreement {audit['agreement']:.4f}, {_worst(audit)}"),
         (
             "draft vocabulary",
-            f"{vocab['size']:,}: covers {vocab['coverage']:.3f} of the answers, {_share(vocab['heldout_coverage'])} held out",
+            f"{vocab['size']:,}: covers {vocab['coverage']:.3f} of the answers, "
+            f"{_share(vocab['heldout_coverage'])} of the held-out ones",
         ),
-        ("training loss", f"{train['first_loss']:.3f} → {train['last_loss']:.3f} in {train['steps']:,} steps"),
+        (
+            "training loss",
+            f"{train['first_loss']:.3f} → {train['last_loss']:.3f} in {train['steps']:,} steps",
+        ),
     ]
     if heldout is not None:
         accuracy = ", ".join(f"{value:.3f}" for value in heldout["acc"])
@@ -37,7 +47,8 @@ def run() -> None:
         (
             "acceptance length",
             f"{evaluate['acceptance_length']:.3f} tokens a cycle of {evaluate['draft_steps']} drafted "
-            f"({evaluate['prompts']} held-out prompts), output {'equal to' if evaluate['equal'] else 'NOT equal to'} the target's own",
+            f"({evaluate['prompts']} held-out prompts), "
+            f"output {'equal to' if evaluate['equal'] else 'NOT equal to'} the target's own",
         )
     )
     lines += [(f"  {source}", f"{value:.3f}") for source, value in evaluate["by_source"].items()]

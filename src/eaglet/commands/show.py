@@ -25,12 +25,17 @@ def run(name: str | None) -> None:
     print(f"row        {row.id}  source {row.source}  {'held out' if row.heldout else 'training'}")
     print(f"model      {manifest['model'][:16]}…  engine {manifest['engine']}  codec {manifest['codec']}")
     print(f"input_ids  int32 [{len(row.input_ids)}]")
-    print(f"loss_mask  bool [{len(row.loss_mask)}]  {int(row.loss_mask.sum())} answer tokens in {len(row.turn_starts)} turns")
+    print(
+        f"loss_mask  bool [{len(row.loss_mask)}]  {int(row.loss_mask.sum())} answer tokens "
+        f"in {len(row.turn_starts)} turns"
+    )
     print(f"\n{'stream':8}{'shape':>14}{'dtype':>10}{'min':>10}{'max':>10}{'mean':>10}{'std':>10}  meaning")
     for stream, values in stored.items():
         wide = values.float()
         shape = "×".join(map(str, values.shape))
-        meaning = f"after the final norm ({manifest['final']})" if stream == "final" else f"output of layer {int(stream[1:])}"
+        meaning = (
+            f"after the final norm ({manifest['final']})" if stream == "final" else f"output of layer {int(stream[1:])}"
+        )
         numbers = (wide.min(), wide.max(), wide.mean(), wide.std())
         print(f"{stream:8}{shape:>14}{'bfloat16':>10}" + "".join(f"{float(n):10.3f}" for n in numbers) + f"  {meaning}")
     print(f"\n{'position':>8} {'id':>7} mask  token")
@@ -52,7 +57,7 @@ def _print_tokens(row: Row, tokenizer: Any) -> None:
     length = len(row.input_ids)
     places = list(range(length))
     if length > 2 * _TEXT_TOKENS:
-        places = places[:_TEXT_TOKENS] + [-1] + places[-_TEXT_TOKENS:]
+        places = [*places[:_TEXT_TOKENS], -1, *places[-_TEXT_TOKENS:]]
     for place in places:
         if place < 0:
             print(f"{'…':>8}")

@@ -85,7 +85,11 @@ class TransformersEngine:
                 mask[place, : len(rows[index])] = 1
             device = self._model.device
             kept, _ = capture.forward(
-                self._model, streams, input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False
+                self._model,
+                streams,
+                input_ids=ids.to(device),
+                attention_mask=mask.to(device),
+                use_cache=False,
             )
             for place, index in enumerate(batch):
                 length = len(rows[index])

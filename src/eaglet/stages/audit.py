@@ -1,5 +1,6 @@
 """audit: read back every row that was stored, check it, and compare a sample with plain Transformers."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,9 +51,7 @@ def run(params: Params) -> None:
     print(f"audit: {len(wanted)} rows × {len(states.streams)} streams are right")
 
 
-def check_rows(
-    wanted: Sequence[Row], states: States, head: torch.Tensor, bounds: AuditParams, found: Findings
-) -> None:
+def check_rows(wanted: Sequence[Row], states: States, head: torch.Tensor, bounds: AuditParams, found: Findings) -> None:
     """Every row: what can be seen in it alone, and whether head(final) predicts the answer."""
     with progress("audit", sum(len(row.input_ids) for row in wanted), len(wanted)) as shown:
         for row in wanted:
@@ -108,7 +107,7 @@ def summary(found: Findings, wanted: Sequence[Row]) -> dict[str, Any]:
     """The metrics: deterministic for the same states."""
 
     def rounded(value: float) -> float | None:
-        return float(f"{value:.6g}") if value == value and abs(value) != float("inf") else None
+        return float(f"{value:.6g}") if math.isfinite(value) else None
 
     return {
         "rows": len(wanted),
@@ -140,7 +139,8 @@ def show(found: Findings, streams: Sequence[str]) -> None:
         numbers = moments.summary()
         line = f"{name:8}" + "".join(f"{numbers[key]:10.3f}" for key in ("min", "max", "mean", "std"))
         if seen and all(s.neighbours for s in seen):
-            line += f"{max(s.error for s in seen):12.4f}{min(v for s in seen for v in s.neighbours.values()):11.4f}"
+            nearest = min(value for s in seen for value in s.neighbours.values())
+            line += f"{max(s.error for s in seen):12.4f}{nearest:11.4f}"
         print(line)
     if found.predicted:
         print(f"head(final) predicts {found.hits / found.predicted:.4f} of {found.predicted:,} answer tokens")

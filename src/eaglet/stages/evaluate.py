@@ -58,7 +58,9 @@ def run(params: Params) -> None:
             f"with the drafter, the output of {len(different)} of {len(decoded)} prompts is not the target's own, "
             f"first {different[0]}: the verification is wrong, or two logits tie in float32"
         )
-    print(f"evaluate: acceptance length {acceptance_length([one.chain for one in decoded]):.3f} on {len(decoded)} prompts")
+    print(
+        f"evaluate: acceptance length {acceptance_length([one.chain for one in decoded]):.3f} on {len(decoded)} prompts"
+    )
 
 
 def spread(heldout: Sequence[Row], count: int) -> list[Row]:

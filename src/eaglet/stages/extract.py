@@ -69,9 +69,7 @@ def check_disk(work: Sequence[Work], wanted: Sequence[Row], states: Store) -> No
         )
 
 
-def compute(
-    work: Sequence[Work], by_sample: dict[str, Row], engine: Engine, states: Store
-) -> tuple[int, int]:
+def compute(work: Sequence[Work], by_sample: dict[str, Row], engine: Engine, states: Store) -> tuple[int, int]:
     """Fill the store, window by window; a row that fails its checks is left out and named at the end.
 
     Returns:

@@ -51,7 +51,13 @@ def run(params: Params) -> None:
             answer_all(dialogues, answers, engine, model, params, counts)
     else:
         use_given(dialogues, model)
-    write(dialogues, request, read, counts, greedy=params.generate.regenerate and params.generate.temperature == 0)
+    write(
+        dialogues,
+        request,
+        read,
+        counts,
+        greedy=params.generate.regenerate and params.generate.temperature == 0,
+    )
 
 
 def start(conversation: Conversation, regenerate: bool) -> Dialogue:
@@ -146,9 +152,7 @@ def record(dialogue: Dialogue, request: str, greedy: bool) -> dict[str, Any]:
     }
 
 
-def write(
-    dialogues: Sequence[Dialogue], request: str, read: prompts.Prompts, counts: Counts, greedy: bool
-) -> None:
+def write(dialogues: Sequence[Dialogue], request: str, read: prompts.Prompts, counts: Counts, greedy: bool) -> None:
     """Write the answers in the order of the prompts, and the numbers."""
     kept = [dialogue for dialogue in dialogues if dialogue.refused is None]
     files.write_jsonl(RESPONSES, (record(dialogue, request, greedy) for dialogue in kept))

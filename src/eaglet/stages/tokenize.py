@@ -31,7 +31,9 @@ def run(params: Params) -> None:
     """Write data/rows.parquet and metrics/tokenize.json."""
     kept, counts = collect(responses.read(RESPONSES), params.tokenize.max_length)
     if not kept:
-        raise EagletError(f"no row of {RESPONSES} holds an answer within tokenize.max_length {params.tokenize.max_length}")
+        raise EagletError(
+            f"no row of {RESPONSES} holds an answer within tokenize.max_length {params.tokenize.max_length}"
+        )
     rows.write(ROWS, kept)
     tokens = sum(len(row.input_ids) for row in kept)
     numbers = {
@@ -46,7 +48,10 @@ def run(params: Params) -> None:
     print(f"tokenize: {len(kept)} rows, {tokens:,} tokens, {numbers['answer_tokens']:,} of them answers → {ROWS}")
     dropped = counts.without_answer + counts.duplicates
     if counts.truncated or dropped:
-        print(f"tokenize: {counts.truncated} rows cut at max_length, {dropped} dropped: {counts}", file=sys.stderr)
+        print(
+            f"tokenize: {counts.truncated} rows cut at max_length, {dropped} dropped: {counts}",
+            file=sys.stderr,
+        )
 
 
 def collect(records: Iterable[dict[str, Any]], max_length: int) -> tuple[list[Row], Counts]:

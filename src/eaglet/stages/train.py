@@ -97,7 +97,14 @@ def write_metrics(
         "heldout": last.heldout,
     }
     files.write_json(METRICS / "train.json", numbers)
-    header = ["step", "epoch", "learning_rate", "grad_norm", "loss", *(f"acc_{k}" for k in range(len(last.acc)))]
+    header = [
+        "step",
+        "epoch",
+        "learning_rate",
+        "grad_norm",
+        "loss",
+        *(f"acc_{k}" for k in range(len(last.acc))),
+    ]
     files.write_csv(
         PLOTS / "train.csv",
         header,
@@ -106,5 +113,10 @@ def write_metrics(
     files.write_csv(
         PLOTS / "accuracy.csv",
         ["epoch", "ttt_step", "acc"],
-        [(f"epoch {r.epoch}", k, acc) for r in records if r.heldout is not None for k, acc in enumerate(r.heldout["acc"])],
+        [
+            (f"epoch {r.epoch}", k, acc)
+            for r in records
+            if r.heldout is not None
+            for k, acc in enumerate(r.heldout["acc"])
+        ],
     )

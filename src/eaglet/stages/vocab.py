@@ -21,12 +21,19 @@ def run(params: Params) -> None:
     always = template_tokens(model)
     chosen = draft_vocab.choose(train, params.vocab.size, always)
     draft_vocab.save(VOCAB, chosen)
-    sizes = sorted({size for power in range(8, 20) if len(always) <= (size := 2**power) < vocab_size} | {params.vocab.size})
+    sizes = sorted(
+        {size for power in range(8, 20) if len(always) <= (size := 2**power) < vocab_size} | {params.vocab.size}
+    )
     curve = draft_vocab.coverage_curve(train, heldout, sizes, always)
     files.write_csv(
         PLOTS / "coverage.csv",
         ["size", "split", "coverage"],
-        [(point["size"], split, point[split]) for point in curve for split in ("train", "heldout") if point[split] is not None],
+        [
+            (point["size"], split, point[split])
+            for point in curve
+            for split in ("train", "heldout")
+            if point[split] is not None
+        ],
     )
     numbers = {
         "size": params.vocab.size,
