@@ -89,10 +89,12 @@ def given_turns(tokenizer: Any, conversation: Conversation, end_ids: frozenset[i
         ends = [position for position, token in enumerate(answer) if token in end_ids]
         if not ends:
             raise CannotMask("the chat template ends no assistant message with an end-of-turn token")
+        if ends != list(range(ends[0], ends[-1] + 1)):
+            raise CannotMask("the answer holds an end-of-turn token in its middle, where a server would have stopped")
         asked = encode(tokenizer, context)
         if tokenizer.decode(asked + answer) != tokenizer.decode(encode(tokenizer, whole)):
             raise CannotMask("the tokenizer writes the answer differently when it stands alone")
-        turns.append(Turn(asked, answer[: ends[-1] + 1], "given"))
+        turns.append(Turn(asked, answer[: ends[0] + 1], "given"))
     if not turns:
         raise CannotMask("it holds no assistant message; set generate.regenerate: true to have it answered")
     return turns

@@ -101,14 +101,19 @@ def cache_path(md5: str) -> Path | None:
         return _existing(repo, md5)
 
 
-def recorded_outputs() -> dict[Path, str]:
-    """{path: md5} of every output that dvc.lock names; a folder's md5 ends in ".dir"."""
+def recorded_stages() -> dict[str, Any]:
+    """dvc.lock's stages, by name; none before the first run."""
     if not DVC_LOCK.is_file():
         return {}
     lock = yaml.safe_load(DVC_LOCK.read_text()) or {}
+    return lock.get("stages") or {}
+
+
+def recorded_outputs() -> dict[Path, str]:
+    """{path: md5} of every output that dvc.lock names; a folder's md5 ends in ".dir"."""
     return {
         Path(out["path"]): out["md5"]
-        for stage in (lock.get("stages") or {}).values()
+        for stage in recorded_stages().values()
         for out in stage.get("outs", [])
         if "md5" in out
     }

@@ -21,20 +21,20 @@ from eaglet.errors import EagletError
 
 
 class Document(Protocol):
-    """One row of the data.
-
-    Attributes:
-        sample: its name, for error messages.
-        input_ids: int64 [T].
-        span_ids: int64 [T], 0 where the assistant did not write the token, else the number of its answer.
-    """
+    """One row of the data."""
 
     @property
-    def sample(self) -> str: ...
+    def sample(self) -> str:
+        """Its name, for error messages."""
+
     @property
-    def input_ids(self) -> Tensor: ...
+    def input_ids(self) -> Tensor:
+        """int64 [T]."""
+
     @property
-    def span_ids(self) -> Tensor: ...
+    def span_ids(self) -> Tensor:
+        """int64 [T], 0 where the assistant did not write the token, else the number of its answer."""
+
     def states(self) -> tuple[Tensor, Tensor]:
         """Read the target's states: streams low, mid, high [T, 3H], and after the final norm [T, H]."""
 

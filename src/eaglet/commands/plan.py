@@ -7,6 +7,7 @@ from typing import Any
 
 from eaglet import files, prompts, responses, store, target
 from eaglet.conversation import CannotMask, context_ids, given_turns
+from eaglet.dvc_cache import recorded_stages
 from eaglet.engines import open_engine
 from eaglet.errors import EagletError
 from eaglet.params import Params
@@ -63,7 +64,8 @@ def changed_stages() -> dict[str, str]:
         status = repo.status()
         order = {stage.name: [dep.def_path for dep in stage.deps] for stage in repo.index.stages}
         makes = {out.def_path: stage.name for stage in repo.index.stages for out in stage.outs}
-    changed = {name: _reason(reasons) for name, reasons in status.items()}
+    known = recorded_stages()
+    changed = {name: _reason(reasons) if name in known else "has not run here yet" for name, reasons in status.items()}
     grew = True
     while grew:
         grew = False
