@@ -25,98 +25,98 @@ def main() -> None:
 @main.command()
 def model() -> None:
     """Find (or convert once) the target and write its fingerprint."""
-    from eaglet.stages import model as stage
+    from eaglet.stages.model import run
 
-    stage.run(params.load())
+    run(params.load())
 
 
 @main.command()
 def generate() -> None:
     """Have the target answer new or changed prompts."""
-    from eaglet.stages import generate as stage
+    from eaglet.stages.generate import run
 
-    stage.run(params.load())
+    run(params.load())
 
 
 @main.command()
 def tokenize() -> None:
     """Turn answers into rows of token ids and loss mask."""
-    from eaglet.stages import tokenize as stage
+    from eaglet.stages.tokenize import run
 
-    stage.run(params.load())
+    run(params.load())
 
 
 @main.command()
 def extract() -> None:
     """Compute the hidden states that rows and layers lack, into shards."""
-    from eaglet.stages import extract as stage
+    from eaglet.stages.extract import run
 
-    stage.run(params.load())
+    run(params.load())
 
 
 @main.command()
 def audit() -> None:
     """Check every stored row; compare a sample with plain Transformers."""
-    from eaglet.stages import audit as stage
+    from eaglet.stages.audit import run
 
-    stage.run(params.load())
+    run(params.load())
 
 
 @main.command()
 def vocab() -> None:
     """Choose the draft vocabulary from the answers' tokens."""
-    from eaglet.stages import vocab as stage
+    from eaglet.stages.vocab import run
 
-    stage.run(params.load())
+    run(params.load())
 
 
 @main.command()
 def train() -> None:
     """Train the drafter on the stored hidden states."""
-    from eaglet.stages import train as stage
+    from eaglet.stages.train import run
 
-    stage.run(params.load())
+    run(params.load())
 
 
 @main.command()
 def evaluate() -> None:
     """Decode held-out prompts with drafter and target together."""
-    from eaglet.stages import evaluate as stage
+    from eaglet.stages.evaluate import run
 
-    stage.run(params.load())
+    run(params.load())
 
 
 @main.command()
 def plan() -> None:
     """What `dvc repro` would compute and reuse, and the bytes it needs, before anything runs."""
-    from eaglet.commands import plan as command
+    from eaglet.commands.plan import run
 
-    command.run(params.load())
+    run(params.load())
 
 
 @main.command()
 @click.argument("sample", required=False)
 def show(sample: str | None) -> None:
     """The anatomy of a stored SAMPLE: a row's id or the start of its sample hash; the first row by default."""
-    from eaglet.commands import show as command
+    from eaglet.commands.show import run
 
-    command.run(sample)
+    run(sample)
 
 
 @main.command()
 def verify() -> None:
     """Read every stored byte and compare its checksum; exit 1 and name what is bad."""
-    from eaglet.commands import verify as command
+    from eaglet.commands.verify import run
 
-    command.run()
+    run()
 
 
 @main.command()
 def results() -> None:
     """The table of the last run."""
-    from eaglet.commands import results as command
+    from eaglet.commands.results import run
 
-    command.run()
+    run()
 
 
 if __name__ == "__main__":
