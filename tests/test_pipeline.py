@@ -75,8 +75,16 @@ def computed(output: str) -> tuple[int, int]:
 def project(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Project:
     folder = tmp_path_factory.mktemp("user") / "project"
     folder.mkdir()
-    for name in ("dvc.yaml", "params.yaml", ".dvcignore", ".gitignore", ".dvc/config", ".dvc/.gitignore"):
-        (folder / name).parent.mkdir(exist_ok=True)
+    for name in (
+        "dvc.yaml",
+        "params.yaml",
+        ".dvcignore",
+        ".gitignore",
+        ".dvc/config",
+        ".dvc/.gitignore",
+        ".dvc/plots/series.json",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copytree(ROOT / "data/prompts", folder / "data/prompts")

@@ -49,7 +49,7 @@ class StoredDocument:
 
 
 def run(params: Params) -> None:
-    """Write data/drafter, metrics/train.json, plots/train.csv and plots/accuracy.csv."""
+    """Write data/drafter, metrics/train.json, plots/loss.csv and plots/accuracy.csv."""
     model = target.load(params.target)
     vocab = draft_vocab.load(VOCAB)
     states = States()
@@ -97,26 +97,14 @@ def write_metrics(
         "heldout": last.heldout,
     }
     files.write_json(METRICS / "train.json", numbers)
-    header = [
-        "step",
-        "epoch",
-        "learning_rate",
-        "grad_norm",
-        "loss",
-        *(f"acc_{k}" for k in range(len(last.acc))),
+    losses = [(r.step, "batch", r.loss) for r in records]
+    losses += [(r.step, "held out", r.heldout["loss"]) for r in records if r.heldout is not None]
+    files.write_csv(PLOTS / "loss.csv", ["step", "series", "loss"], losses)
+    accuracies = [(r.step, f"batch, step {k}", acc) for r in records for k, acc in enumerate(r.acc)]
+    accuracies += [
+        (r.step, f"held out, step {k}", acc)
+        for r in records
+        if r.heldout is not None
+        for k, acc in enumerate(r.heldout["acc"])
     ]
-    files.write_csv(
-        PLOTS / "train.csv",
-        header,
-        [(r.step, r.epoch, r.learning_rate, r.grad_norm, r.loss, *r.acc) for r in records],
-    )
-    files.write_csv(
-        PLOTS / "accuracy.csv",
-        ["epoch", "ttt_step", "acc"],
-        [
-            (f"epoch {r.epoch}", k, acc)
-            for r in records
-            if r.heldout is not None
-            for k, acc in enumerate(r.heldout["acc"])
-        ],
-    )
+    files.write_csv(PLOTS / "accuracy.csv", ["step", "series", "acc"], accuracies)

@@ -27,7 +27,7 @@ def run(params: Params) -> None:
     curve = draft_vocab.coverage_curve(train, heldout, sizes, always)
     files.write_csv(
         PLOTS / "coverage.csv",
-        ["size", "split", "coverage"],
+        ["size", "series", "coverage"],
         [
             (point["size"], split, point[split])
             for point in curve
