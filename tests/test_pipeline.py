@@ -267,6 +267,16 @@ def test_a_pulled_clone_computes_only_what_it_changes(clone: Project) -> None:
     assert computed(output) == (1, 4), "answers and states came from DVC's cache"
 
 
+def test_a_clone_whose_remote_is_empty_computes_again(project: Project, clone: Project) -> None:
+    folder = project.folder.parent / "alone"
+    project.run("git", "clone", "-q", str(project.folder), str(folder))
+    alone = Project(folder, {**project.env, "DVC_SITE_CACHE_DIR": str(folder.parent / "site3")})
+    alone.run("dvc", "remote", "add", "-f", "-d", "storage", str(folder.parent / "empty"))
+    output = alone.repro("extract")
+    assert computed(output) == (alone.metrics("generate")["turns"], 4 * alone.metrics("tokenize")["rows"])
+    assert "of the last run" in output and "computing it again" in output
+
+
 def test_a_damaged_shard_is_named(clone: Project) -> None:
     path = next((clone.folder / "data/states/final").iterdir())
     content = bytearray(path.read_bytes())

@@ -4,7 +4,9 @@ DVC deletes a stage's outputs before it runs the stage, and a fresh clone has no
 old outputs, so that what they hold need not be computed again.
 """
 
+import errno
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ class PastOutput:
         self.path = path
         self._recorded = path in recorded_outputs()
         self._filesystem: Any = None
+        self._warned = False
 
     def _open(self) -> Any:
         if self._filesystem is None:
@@ -38,35 +41,40 @@ class PastOutput:
         if not self._recorded:
             return False
         source = (self.path / name).as_posix()
-        try:
-            info = self._open().info(source)
-        except (FileNotFoundError, OSError):
-            return False
         to.parent.mkdir(parents=True, exist_ok=True)
         scratch = to.with_name(f".{to.name}.{os.getpid()}.tmp")
         scratch.unlink(missing_ok=True)
         try:
-            cached = _cached_object(self._open(), info)
-            if cached is not None:
-                try:
-                    os.link(cached, scratch)
-                except OSError:  # another device: the remote-or-cache copy below
-                    cached = None
-            if cached is None:
-                self._open().get_file(source, str(scratch))
-                with scratch.open("rb") as file:
-                    os.fsync(file.fileno())
-                scratch.chmod(0o444)
+            self._take(source, scratch)
             scratch.replace(to)
         except Exception as error:
             # Any remote (S3, SSH, HDFS, …) brings its own errors; a file that cannot be had is computed again.
             if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in _REMOTE_PACKAGES:
                 raise
+            if not self._warned:
+                self._warned = True
+                reason = " ".join(str(error).split())[:200]
+                print(f"cannot fetch {source} of the last run ({reason}): computing it again", file=sys.stderr)
             return False
         finally:
             scratch.unlink(missing_ok=True)
         sync_folder(to.parent)
         return True
+
+    def _take(self, source: str, to: Path) -> None:
+        """A hard link to the cached file, or a copy where the cache lies on another device or lacks it."""
+        cached = _cached_object(self._open(), self._open().info(source))
+        if cached is not None:
+            try:
+                os.link(cached, to)
+                return
+            except OSError as error:
+                if error.errno != errno.EXDEV:
+                    raise
+        self._open().get_file(source, str(to))
+        with to.open("rb") as file:
+            os.fsync(file.fileno())
+        to.chmod(0o444)
 
 
 _REMOTE_PACKAGES = (
