@@ -16,7 +16,7 @@ from eaglet.progress import Progress, progress
 from eaglet.rows import Row
 from eaglet.store import Group, Store, Work
 
-_WINDOW_TOKENS = 1 << 16  # computed between two rounds of shards written: what a crash can lose
+_WINDOW_TOKENS = 1 << 14  # computed between two rounds of shards written: what a crash can lose
 _EXPECTED_RATIO = 1.4  # raw over packed: a little below what real states give, so that the estimate is safe
 
 
