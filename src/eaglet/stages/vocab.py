@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from eaglet import draft_vocab, files, rows, target
+from eaglet.errors import EagletError
 from eaglet.params import Params
 from eaglet.paths import METRICS, PLOTS, ROWS, VOCAB
 from eaglet.rows import Row
@@ -18,6 +19,8 @@ def run(params: Params) -> None:
     vocab_size = model.fingerprint.vocab_size
     train = count_answers([row for row in all_rows if not row.heldout], vocab_size)
     heldout = count_answers([row for row in all_rows if row.heldout], vocab_size)
+    if not train.any():
+        raise EagletError("every row is held out and none is left to train on: lower heldout under prompts.files")
     always = template_tokens(model)
     chosen = draft_vocab.choose(train, params.vocab.size, always)
     draft_vocab.save(VOCAB, chosen)
