@@ -168,3 +168,23 @@ def test_unknown_manifest_format_is_refused(folder: Path) -> None:
     Path("data/states/manifest.json").write_text('{"format": 99}')
     with pytest.raises(EagletError, match="format 99"):
         store.States()
+
+
+def test_a_shard_changed_in_place_is_dropped_and_computed_again(folder: Path) -> None:
+    rows = make_rows(20)
+    groups = store.group_rows(rows, 256)
+    states = Store(KIND, ["L01"])
+    fill(states, groups)
+    path = states.path("L01", groups[0])
+    good = path.read_bytes()
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(bytes([good[-1] ^ 1]))
+    changed = store.group_rows(rows[:1] + make_rows(1, seed=7) + rows[1:], 256)
+    copied = {copy for item in states.work(changed) for copy in item.copies.values()}
+    assert path not in copied, "nothing is copied out of it"
+    assert states.drop_damaged(groups) == [path]
+    fill(states, groups)
+    assert path.read_bytes() == good
+    assert states.drop_damaged(groups) == []

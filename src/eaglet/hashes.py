@@ -29,6 +29,12 @@ def sha256(paths: Sequence[Path]) -> dict[Path, str]:
     return found
 
 
+def changed(paths: Sequence[Path]) -> list[Path]:
+    """Those of the files that are not the ones last seen under their names."""
+    memory = json.loads(_MEMORY.read_text()) if _MEMORY.is_file() else {}
+    return [path for path in paths if memory.get(str(path.resolve()), [None])[0] != _identity(path)]
+
+
 def remember(hashes: dict[Path, str]) -> None:
     """Record hashes that were computed while the files were written."""
     if hashes:

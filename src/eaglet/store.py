@@ -130,7 +130,8 @@ class Store:
                     found |= {sample: path for sample in opened.samples if sample in wanted}
             except shard.ShardError:
                 continue
-        return found
+        broken = set(damaged(sorted(set(found.values()))))
+        return {sample: path for sample, path in found.items() if path not in broken}
 
     def write(self, stream: str, group: Group, runs: Sequence[Run]) -> int:
         """Write one shard; its size in bytes."""
@@ -149,6 +150,14 @@ class Store:
         )
         hashes.remember({path: sha256})
         return size
+
+    def drop_damaged(self, groups: Sequence[Group]) -> list[Path]:
+        """Remove shards that are not what was written, so that they are computed again and never published."""
+        paths = [self.path(stream, group) for group in groups for stream in self.streams]
+        broken = damaged([path for path in paths if path.is_file()])
+        for path in broken:
+            path.unlink()
+        return broken
 
     def adopt(self, past: PastOutput, groups: Sequence[Group]) -> int:
         """Bring what the last run's output holds and the store lacks, from DVC's cache or remote.
@@ -175,7 +184,7 @@ class Store:
                 if to.is_file() or wanted[stream].isdisjoint(entry["samples"]):
                     continue
                 if past.fetch(f"{stream}/{file['name']}", to):
-                    if files.file_sha256(to) == file["sha256"]:
+                    if files.file_sha256(to) == file["sha256"] and not damaged([to]):
                         brought += 1
                     else:  # a damaged copy is no copy: computed again
                         to.unlink()
@@ -222,6 +231,20 @@ class Store:
         }
         files.write_json(STATES / MANIFEST, manifest)
         return manifest
+
+
+def damaged(paths: Sequence[Path]) -> list[Path]:
+    """Shards that are broken: every block is read of those that are not the files last seen under their names."""
+    found = []
+    for path in hashes.changed(paths):
+        try:
+            with Shard.open(path) as opened:
+                opened.verify()
+        except shard.ShardError:
+            found.append(path)
+    whole = set(paths) - set(found)
+    hashes.sha256(sorted(whole))
+    return found
 
 
 def _link(path: Path, to: Path) -> None:

@@ -22,7 +22,7 @@ def run() -> None:
     for line in bad:
         print(line)
     if bad:
-        raise EagletError(f"{len(bad)} files are bad: delete each named path, then run `dvc repro`; or `dvc pull`")
+        raise EagletError(f"{len(bad)} files are bad: delete every path named above, then run `dvc repro`")
     print("verify: every checksum holds")
 
 
@@ -77,7 +77,7 @@ def bad_shards() -> Iterator[str]:
                         opened.verify()
                         told = (opened.layer, list(opened.samples), list(opened.lengths))
                 except ShardError as error:
-                    yield str(error)
+                    yield f"{error}{_cached_like(path)}"
                     continue
                 if told != (stream, entry["samples"], entry["lengths"]):
                     yield f"{path}: holds other samples or another stream than the manifest says"
@@ -88,7 +88,7 @@ def bad_shards() -> Iterator[str]:
 def _cached(md5: str) -> str:
     """Where DVC's cache holds the same damage, which it would bring back."""
     path = cache_path(md5)
-    return f"; also {path}" if path is not None and files.file_md5(path) != md5 else ""
+    return f"\n  also {path}" if path is not None and files.file_md5(path) != md5 else ""
 
 
 def _cached_like(path: Path) -> str:
@@ -96,4 +96,4 @@ def _cached_like(path: Path) -> str:
     inode = path.stat().st_ino
     roots = (Path(".store/states"), Path(".dvc/cache/files"))
     twins = [str(twin) for root in roots for twin in root.rglob("*") if twin.stat().st_ino == inode]
-    return "".join(f"; also {twin}" for twin in twins)
+    return "".join(f"\n  also {twin}" for twin in twins)

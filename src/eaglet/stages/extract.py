@@ -1,6 +1,7 @@
 """extract: the hidden states of every row that has none yet, in one prefill pass, into shards."""
 
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -29,6 +30,8 @@ def run(params: Params) -> None:
     states = open_store(params, model, engine)
     groups = store.group_rows(wanted, params.extract.shard_tokens)
     with store.lock():
+        for path in states.drop_damaged(groups):
+            print(f"extract: {path} was damaged and is computed again", file=sys.stderr)
         states.adopt(PastOutput(STATES), groups)
         work = states.work(groups)
         check_disk(work, wanted, states)
