@@ -49,6 +49,11 @@ class Kind:
     codec: str
     hidden_size: int
 
+    @classmethod
+    def of(cls, manifest: dict[str, Any]) -> "Kind":
+        """What the shards of a manifest share."""
+        return cls(manifest["model"], manifest["engine"], manifest["codec"], manifest["hidden_size"])
+
     def stream_key(self, stream: str) -> str:
         """What a stream's states follow from, besides token ids."""
         return files.digest([FORMAT, self.model, self.engine, self.codec, stream, FINAL_KIND])[:32]
@@ -171,7 +176,7 @@ class Store:
             return 0
         manifest = files.read_json(scratch, "extract")
         scratch.unlink()
-        old = Kind(manifest["model"], manifest["engine"], manifest["codec"], manifest["hidden_size"])
+        old = Kind.of(manifest)
         wanted = {
             stream: {sample for s, g in missing if s == stream for sample, _ in g.samples} for stream in self.streams
         }

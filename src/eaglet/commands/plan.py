@@ -16,8 +16,6 @@ from eaglet.rows import Row
 from eaglet.stages import extract, generate, tokenize
 from eaglet.store import Store
 
-_EXPECTED_RATIO = 1.4  # raw over packed, where no run has measured it yet
-
 
 def run(params: Params) -> None:
     """Print the plan, by stage, row and layer, and its bytes against the free disk."""
@@ -168,7 +166,7 @@ def past_samples(states: Store) -> dict[str, set[str]]:
     if not (STATES / store.MANIFEST).is_file():
         return {stream: set() for stream in states.streams}
     manifest = store.read_manifest()
-    old = store.Kind(manifest["model"], manifest["engine"], manifest["codec"], manifest["hidden_size"])
+    old = store.Kind.of(manifest)
     samples = {sample for entry in manifest["shards"] for sample in entry["samples"]}
     return {
         stream: samples
@@ -181,4 +179,4 @@ def past_samples(states: Store) -> dict[str, set[str]]:
 def expected_ratio() -> float:
     """Raw over packed bytes: as the last run measured it."""
     path = METRICS / "extract.json"
-    return float(files.read_json(path, "extract")["ratio"]) if path.is_file() else _EXPECTED_RATIO
+    return float(files.read_json(path, "extract")["ratio"]) if path.is_file() else extract.EXPECTED_RATIO

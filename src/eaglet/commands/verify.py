@@ -6,7 +6,7 @@ from pathlib import Path
 from eaglet import files
 from eaglet.dvc_cache import cache_path, recorded_outputs
 from eaglet.errors import EagletError
-from eaglet.paths import STATES
+from eaglet.paths import STATES, STORE
 from eaglet.progress import progress
 from eaglet.shard import Shard, ShardError
 from eaglet.store import MANIFEST, read_manifest
@@ -94,6 +94,6 @@ def _cached(md5: str) -> str:
 def _cached_like(path: Path) -> str:
     """The store's and the cache's names of the same damaged inode."""
     inode = path.stat().st_ino
-    roots = (Path(".store/states"), Path(".dvc/cache/files"))
+    roots = (STORE / "states", Path(".dvc/cache/files"))
     twins = [str(twin) for root in roots for twin in root.rglob("*") if twin.stat().st_ino == inode]
     return "".join(f"\n  also {twin}" for twin in twins)

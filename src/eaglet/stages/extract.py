@@ -18,7 +18,7 @@ from eaglet.rows import Row
 from eaglet.store import Group, Store, Work
 
 _WINDOW_TOKENS = 1 << 14  # computed between two rounds of shards written: what a crash can lose
-_EXPECTED_RATIO = 1.4  # raw over packed: a little below what real states give, so that the estimate is safe
+EXPECTED_RATIO = 1.4  # raw over packed: a little below what real states give, so that the estimate is safe
 
 
 def run(params: Params) -> None:
@@ -64,7 +64,7 @@ def raw_bytes(work: Sequence[Work], states: Store) -> int:
 
 def check_disk(work: Sequence[Work], wanted: Sequence[Row], states: Store) -> None:
     """Refuse a run that cannot fit, before it starts."""
-    need, free = raw_bytes(work, states) / _EXPECTED_RATIO, shutil.disk_usage(STORE).free
+    need, free = raw_bytes(work, states) / EXPECTED_RATIO, shutil.disk_usage(STORE).free
     if need > free:
         raise EagletError(
             f"{len(wanted)} rows need about {files.human_bytes(need)} more in {STORE}, and {files.human_bytes(free)} "
