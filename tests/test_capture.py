@@ -5,8 +5,9 @@ import tiny
 import torch
 
 from eaglet import audit, capture, layers
+from eaglet.engines import Engine, Refusal
 from eaglet.engines.transformers import TransformersEngine, batches_by_length
-from eaglet.params import EngineParams
+from eaglet.params import EngineParams, LaunchParams, UrlParams
 
 
 class FixedTarget:
@@ -20,9 +21,33 @@ class FixedTarget:
         return self._network
 
 
+def engine_params(**changes: object) -> EngineParams:
+    values = {
+        "name": "transformers",
+        "batch_tokens": 4096,
+        "batch_rows": 8,
+        "concurrency": 16,
+        "spool": "/dev/shm/eaglet-test",
+        "spool_gib": 0.5,
+        "url": UrlParams(None, None),
+        "launch": LaunchParams(".venv-sglang/bin/python", 1, 1, None, []),
+    }
+    return EngineParams(**{**values, **changes})  # type: ignore[arg-type]
+
+
 def engine(network: object, batch_tokens: int = 4096) -> TransformersEngine:
-    params = EngineParams(name="transformers", batch_tokens=batch_tokens, batch_rows=8)
-    return TransformersEngine(params, FixedTarget(network))  # type: ignore[arg-type]
+    return TransformersEngine(engine_params(batch_tokens=batch_tokens), FixedTarget(network))  # type: ignore[arg-type]
+
+
+def states_of(engine: Engine, rows: list[list[int]], names: list[str]) -> dict[int, dict[str, torch.Tensor]]:
+    """{row: {stream: [T, H]}}, copied while the engine holds them."""
+
+    def copied(index: int, states: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: values.clone() for name, values in states.items()}
+
+    found = dict(engine.prefill(rows, names, copied))
+    assert not [outcome for outcome in found.values() if isinstance(outcome, Refusal)]
+    return found  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -47,7 +72,7 @@ def test_rows_do_not_depend_on_their_batch(family: str) -> None:
     rows = tiny.rows(9, 60)
     rows += [rows[1], rows[1][:20]]  # an exact repeat and a shared prefix
     names = ["L01", "L04", "final"]
-    together = dict(engine(network).prefill(rows, names))
+    together = states_of(engine(network), rows, names)
     assert set(together) == set(range(len(rows)))
     for index, row in enumerate(rows):
         alone = audit.reference(network, row)
@@ -69,7 +94,7 @@ def test_real_model_in_bfloat16(smollm2, tokenizer) -> None:  # type: ignore[no-
         "Once upon a time " * 20,
     ]
     rows = [tokenizer(text)["input_ids"] for text in texts]
-    together = dict(engine(network).prefill(rows, ["L01", "L14", "L26", "final"]))
+    together = states_of(engine(network), rows, ["L01", "L14", "L26", "final"])
     for index, row in enumerate(rows):
         truth = audit.reference(network, row)
         for name, values in together[index].items():

@@ -13,7 +13,20 @@ from eaglet.errors import EagletError
 
 SHIPPED = yaml.safe_load((ROOT / "params.yaml").read_text())
 # What changes only how fast the engine runs: no stage is run again for it.
-SPEED_ONLY = {"engine.batch_tokens", "engine.batch_rows"}
+SPEED_ONLY = {
+    "engine.batch_tokens",
+    "engine.batch_rows",
+    "engine.concurrency",
+    "engine.spool",
+    "engine.spool_gib",
+    "engine.url.generate",
+    "engine.url.extract",
+    "engine.launch.python",
+    "engine.launch.tp",
+    "engine.launch.dp",
+    "engine.launch.mem_fraction",
+    "engine.launch.args",
+}
 
 
 def changed(key: str, value: Any = None, *, drop: bool = False) -> dict[str, Any]:

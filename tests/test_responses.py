@@ -94,7 +94,7 @@ def test_a_log_cut_anywhere_keeps_the_earlier_answers() -> None:
         ({"states": "other weights"}, False),
         ({"text": "other template"}, False),
         ({"name": "moved", "files": {"a": "b"}}, True),
-        ({"numerics": "other engine"}, False),
+        ({"dtype": "float32"}, False),
         ({"max_new_tokens": 9}, False),
         ({"temperature": 0.7}, False),
         ({"regenerate": False}, True),
@@ -112,10 +112,10 @@ def test_the_request_key_follows_what_answers_follow_from(
     def part(of: Any) -> dict[str, Any]:
         return {key: value for key, value in change.items() if hasattr(of, key)}
 
-    before = responses.request_key(MODEL, "engine", sampling)
+    before = responses.request_key(MODEL, "bfloat16", sampling)
     after = responses.request_key(
         dataclasses.replace(MODEL, **part(MODEL)),
-        change.get("numerics", "engine"),
+        change.get("dtype", "bfloat16"),
         dataclasses.replace(sampling, **part(sampling)),
     )
     assert (after == before) == (sampling is GREEDY if same is None else same)
@@ -146,6 +146,9 @@ class Scripted:
     def __init__(self, tokenizer: Any, script: dict[str, str]) -> None:
         self._tokenizer, self._script = tokenizer, script
         self.asked: list[str] = []
+
+    def status(self) -> str:
+        return ""
 
     def answer(self, contexts: Sequence[list[int]], _: GenerateParams) -> Iterator[tuple[int, Answer]]:
         for index in reversed(range(len(contexts))):

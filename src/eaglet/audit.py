@@ -5,35 +5,40 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import torch
 
 from eaglet import capture
 from eaglet.layers import FINAL, layer_of
 
+_MAGNITUDE = np.int16(0x7FFF)  # a bfloat16 without its sign
+_INFINITY = np.int16(0x7F80)  # and above it, NaN
 _ROWS_AT_ONCE = 512  # of logits: [512, V] in fp32 is 300 MB at V = 152k
 
 
 def faults(states: dict[str, torch.Tensor], length: int) -> list[str]:
-    """Everything that is wrong with a row's states {stream: [T, H]} and can be seen without the target.
+    """Everything that is wrong with a row's states {stream: bfloat16 [T, H]} and can be seen without the target.
 
     Kinds: a length other than the ids', NaN or infinity, rows of zeros, all rows the same, two streams equal.
+    Looked for in the bits, in few passes and one thread: every row of a run goes through here.
     """
     found = []
-    for name, values in states.items():
+    bits = {name: values.to(torch.bfloat16).view(torch.int16).numpy() for name, values in states.items()}
+    for name, values in bits.items():
         if len(values) != length:
             found.append(f"{name}: {len(values)} rows for {length} tokens (prefix rows missing?)")
             continue
-        wide = values.float()
-        bad = ~torch.isfinite(wide).all(dim=1)
+        largest = (values & _MAGNITUDE).max(axis=1)
+        bad, zero = largest >= _INFINITY, largest == 0
         if bad.any():
-            found.append(f"{name}: NaN or infinity at {int(bad.sum())} tokens, first at {int(bad.nonzero()[0])}")
-        zero = (wide == 0).all(dim=1)
+            found.append(f"{name}: NaN or infinity at {int(bad.sum())} tokens, first at {int(bad.argmax())}")
         if zero.any():
-            found.append(f"{name}: all zero at {int(zero.sum())} tokens, first at {int(zero.nonzero()[0])}")
-        elif length > 2 and bool((wide[1:] == wide[1]).all()):
+            found.append(f"{name}: all zero at {int(zero.sum())} tokens, first at {int(zero.argmax())}")
+        elif length > 2 and (values[1] == values[2]).all() and (values[1:] == values[1]).all():
             found.append(f"{name}: the same values at every token")
-    for one, other in combinations(states, 2):
-        if states[one].shape == states[other].shape and torch.equal(states[one], states[other]):
+    for one, other in combinations(bits, 2):
+        first, second = bits[one], bits[other]
+        if first.shape == second.shape and (first[:1] == second[:1]).all() and (first == second).all():
             found.append(f"{one} and {other} hold the same values: one layer was stored twice")
     return found
 

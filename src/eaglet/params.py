@@ -41,12 +41,36 @@ class PromptsParams:
 
 
 @dataclass(frozen=True)
+class UrlParams:
+    """SGLang servers that run already; null has one started."""
+
+    generate: str | None
+    extract: str | None
+
+
+@dataclass(frozen=True)
+class LaunchParams:
+    """The SGLang server that is started: its Python, ranks, share of the GPU's memory and further arguments."""
+
+    python: str
+    tp: int
+    dp: int
+    mem_fraction: float | None
+    args: list[str]
+
+
+@dataclass(frozen=True)
 class EngineParams:
     """What runs the target, and how much at a time."""
 
-    name: Literal["transformers"]
+    name: Literal["transformers", "sglang"]
     batch_tokens: int
     batch_rows: int
+    concurrency: int
+    spool: str
+    spool_gib: float
+    url: UrlParams
+    launch: LaunchParams
 
 
 @dataclass(frozen=True)
@@ -75,6 +99,7 @@ class ExtractParams:
     layers: Literal["auto"] | list[int]
     codec: Literal["rebase-zstd", "raw"]
     shard_tokens: int
+    reuse_across_engines: bool
 
 
 @dataclass(frozen=True)
@@ -142,6 +167,11 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "prompts.files.heldout": (0, 1),
     "engine.batch_tokens": (1, float("inf")),
     "engine.batch_rows": (1, float("inf")),
+    "engine.concurrency": (1, 4096),
+    "engine.spool_gib": (1e-3, float("inf")),
+    "engine.launch.tp": (1, float("inf")),
+    "engine.launch.dp": (1, float("inf")),
+    "engine.launch.mem_fraction": (0.01, 1),
     "generate.max_new_tokens": (1, float("inf")),
     "generate.temperature": (0, float("inf")),
     "generate.top_p": (1e-6, 1),

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from eaglet.files import human_bytes
@@ -13,10 +13,11 @@ _EVERY = 0.5  # seconds between two lines on a terminal
 class Progress:
     """Rows, tokens and bytes done; the rate and the time left follow from tokens, since rows differ in length."""
 
-    def __init__(self, label: str, total_tokens: int, total_rows: int) -> None:
+    def __init__(self, label: str, total_tokens: int, total_rows: int, status: Callable[[], str] = str) -> None:
         self._label = label
         self._total_tokens = total_tokens
         self._total_rows = total_rows
+        self._status = status
         self._rows = self._tokens = self._bytes = 0
         self._start = time.monotonic()
         self._shown = 0.0
@@ -38,7 +39,10 @@ class Progress:
         parts = [f"{self._label}: {self._rows:,}/{self._total_rows:,} rows", f"{self._tokens:,} tokens"]
         parts.append(f"{rate:,.0f} tok/s")
         if self._bytes:
-            parts.append(human_bytes(self._bytes))
+            seconds = max(now - self._start, 1e-9)
+            parts.append(f"{human_bytes(self._bytes)} written, {self._bytes / seconds / 1e9:.2f} GB/s")
+        if status := self._status():
+            parts.append(status)
         if 0 < self._tokens < self._total_tokens:
             parts.append(f"{(self._total_tokens - self._tokens) / rate:,.0f} s left")
         return " · ".join(parts)
@@ -51,9 +55,9 @@ class Progress:
 
 
 @contextmanager
-def progress(label: str, total_tokens: int, total_rows: int) -> Iterator[Progress]:
-    """A `Progress` that is closed whatever happens."""
-    shown = Progress(label, total_tokens, total_rows)
+def progress(label: str, total_tokens: int, total_rows: int, status: Callable[[], str] = str) -> Iterator[Progress]:
+    """A `Progress` that is closed whatever happens; `status` is what else its line says."""
+    shown = Progress(label, total_tokens, total_rows, status)
     try:
         yield shown
     finally:

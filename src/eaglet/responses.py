@@ -15,12 +15,12 @@ from eaglet.paths import STORE
 from eaglet.target import Fingerprint
 
 
-def request_key(model: Fingerprint, numerics: str, params: GenerateParams) -> str:
-    """What an answer follows from besides its context."""
+def request_key(model: Fingerprint, dtype: str, params: GenerateParams) -> str:
+    """What an answer follows from besides its context. Not the engine: each gives answers of the same target."""
     sampling = {"max_new_tokens": params.max_new_tokens, "temperature": params.temperature}
     if params.temperature > 0:  # greedy answers do not depend on the rest
         sampling |= {"top_p": params.top_p, "top_k": params.top_k, "seed": params.seed}
-    return files.digest({"model": model.states, "text": model.text, "numerics": numerics, "sampling": sampling})
+    return files.digest({"model": model.states, "text": model.text, "dtype": dtype, "sampling": sampling})
 
 
 class Answers:

@@ -1,6 +1,7 @@
 """The target model: where its folder is, what it is (fingerprint), and its pieces."""
 
 import contextlib
+import hashlib
 import importlib.util
 import io
 import json
@@ -30,6 +31,12 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "special_tokens_map.json",
 )
+# Parts of weights that say which model it is: the name's end, rows, columns.
+_SAMPLED = {
+    "embedding": ("embed_tokens.weight", 64, None),
+    "norm": ("model.norm.weight", None, None),
+    "o_proj": ("layers.0.self_attn.o_proj.weight", 16, 16),
+}
 # What a library writes about itself, not about the model.
 _VOLATILE_CONFIG = ("transformers_version", "_name_or_path", "_model_name_or_path")
 
@@ -103,15 +110,37 @@ class Target:
         tied = getattr(self.config, "tie_word_embeddings", False)
         return self.embedding() if tied else self._weight("lm_head.weight")
 
-    def _weight(self, suffix: str) -> "torch.Tensor":
+    def final_norm(self) -> "torch.Tensor":
+        """The final norm's weight, float32 [H]."""
+        return self._weight("model.norm.weight")
+
+    def weight_samples(self) -> dict[str, str]:
+        """sha256 of parts of a few weights as the target computes with them: which model this is.
+
+        The capture plugin takes the same of the model that its server runs (patches/capture). A weight that the
+        target does not have by this name is left out.
+        """
+        import torch
+
+        found = {}
+        for label, (suffix, rows, columns) in _SAMPLED.items():
+            with contextlib.suppress(EagletError):
+                part = self._weight(suffix, rows, columns)
+                data = part.to(getattr(torch, self.dtype)).float().contiguous().numpy().tobytes()
+                found[label] = hashlib.sha256(data).hexdigest()
+        return found
+
+    def _weight(self, suffix: str, rows: int | None = None, columns: int | None = None) -> "torch.Tensor":
+        """The one weight of that name in the text model, or its first rows and columns, as float32."""
         from safetensors import safe_open
 
         for path in weight_files(self.folder):
             with safe_open(path, framework="pt") as file:
-                names = [name for name in file.keys() if name.endswith(suffix)]  # noqa: SIM118 (not a dict)
+                names = [n for n in file.keys() if n.endswith(suffix) and "vis" not in n]  # noqa: SIM118 (not a dict)
                 if len(names) == 1:
-                    weight: torch.Tensor = file.get_tensor(names[0]).float()
-                    return weight
+                    part = file.get_slice(names[0])
+                    weight: torch.Tensor = part[:rows] if len(part.get_shape()) == 1 else part[:rows, :columns]
+                    return weight.float()
         raise EagletError(f"the target {self.folder} holds no single tensor named …{suffix} in its safetensors")
 
 

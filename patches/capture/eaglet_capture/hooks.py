@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from eaglet_capture.spool import Request, Spool, SpoolError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,13 @@ logger = logging.getLogger(__name__)
 PREFIX = "eaglet-"  # requests whose id starts so are captured; all others are served as without the plugin
 # Classes whose +1 depends on the ids they are given; the index they keep means what it means elsewhere.
 _CONDITIONAL = ("deepseek_v2", "glm4_moe_lite", "gpt_oss")
-_SAMPLED = 64  # rows and columns of a weight that stand for it
+# Parts of weights that say which model this is: the name's end, rows, columns. eaglet reads the same of its target.
+_SAMPLED = {
+    "embedding": ("embed_tokens.weight", 64, None),
+    "norm": ("model.norm.weight", None, None),
+    "o_proj": ("layers.0.self_attn.o_proj.weight", 16, 16),
+}
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -128,8 +135,8 @@ class Capture:
         expected = len(self._settings.layers)
         if self._metadata and isinstance(aux_hidden_states, list) and len(aux_hidden_states) != expected:
             raise RuntimeError(
-                f"eaglet-capture: the model gives {len(aux_hidden_states)} of {expected} streams: SGLang's class for it "
-                f"cannot capture one of the layers {self._settings.layers}, most likely its last: choose a lower one"
+                f"eaglet-capture: the model gives {len(aux_hidden_states)} of {expected} streams: SGLang's class "
+                f"cannot capture one of the layers {self._settings.layers}, most likely the last one"
             )
         output = original(
             processor, input_ids, hidden_states, lm_head, logits_metadata, aux_hidden_states, *args, **kwargs
@@ -270,23 +277,15 @@ def describe(model: Any, streams: list[int]) -> dict[str, str]:
 
 
 def samples(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """sha256 of the first rows and columns of a few weights as float32: which model this is.
+    """sha256 of parts of a few weights as float32: which model this is.
 
-    Of each, what rank 0 holds whole under tensor parallelism. Weights that are quantised or not there are left out.
+    Of each, what rank 0 holds under tensor parallelism. Weights that are quantised or not there are left out.
     """
-    last = max((int(name.split("layers.")[1].split(".")[0]) for name in weights if "layers." in name), default=0)
-    chosen = {
-        "embedding": "embed_tokens.weight",
-        "norm": "model.norm.weight",
-        "q_proj": f"layers.{last}.self_attn.qkv_proj.weight",  # the queries come first
-        "o_proj": f"layers.{last}.self_attn.o_proj.weight",
-    }
     found = {}
-    for label, ending in chosen.items():
+    for label, (ending, rows, columns) in _SAMPLED.items():
         for name, values in weights.items():
-            if name.endswith(ending) and values.dtype in (torch.bfloat16, torch.float16, torch.float32):
-                part = values.detach()[:_SAMPLED] if label == "embedding" else values.detach()
-                part = part[:_SAMPLED, :_SAMPLED] if part.dim() == 2 else part
+            if name.endswith(ending) and "vis" not in name and values.dtype in _FLOATS:
+                part = values.detach()[:rows] if values.dim() == 1 else values.detach()[:rows, :columns]
                 found[label] = hashlib.sha256(part.float().cpu().contiguous().numpy().tobytes()).hexdigest()
                 break
     return found

@@ -59,7 +59,7 @@ class Spool:
         self._open_bytes = 0
         self._pending = 0
         self._free = threading.Condition()
-        self._queue: queue.SimpleQueue[tuple[Request, str, int, torch.Tensor]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Request, int, torch.Tensor]] = queue.SimpleQueue()
         for _ in range(_THREADS):
             threading.Thread(target=self._work, daemon=True, name="eaglet-spool").start()
 
@@ -99,7 +99,7 @@ class Spool:
             with self._free:
                 self._free.wait_for(lambda size=size: not self._pending or self._pending + size <= _PENDING_BYTES)
                 self._pending += size
-            self._queue.put((request, name, request.starts[name] + first * size // max(rows, 1), flat))
+            self._queue.put((request, request.starts[name] + first * size // max(rows, 1), flat))
 
     def fail(self, request: Request, why: str) -> None:
         """Give a request up, and say why where its reader looks."""
@@ -149,7 +149,7 @@ class Spool:
 
     def _work(self) -> None:
         while True:
-            request, name, offset, values = self._queue.get()
+            request, offset, values = self._queue.get()
             data = memoryview(values.view(torch.uint8).numpy()).cast("B")
             try:
                 self._put(request, data, offset)

@@ -24,7 +24,7 @@ def run(params: Params) -> None:
     changed = changed_stages()
     print(f"{'stage':10} {'runs':5} what")
     print(f"{'model':10} {_mark('model', changed)} {model.fingerprint.name}")
-    rows, missing, longest = plan_generate(params, model, engine.numerics, changed)
+    rows, missing, longest = plan_generate(params, model, changed)
     print(f"{'tokenize':10} {_mark('tokenize', changed)} {len(rows)} rows known now")
     states = extract.open_store(params, model, engine)
     need = plan_extract(rows, states, params, changed)
@@ -95,16 +95,14 @@ def _mark(stage: str, changed: dict[str, str]) -> str:
     return "maybe" if changed[stage].startswith("if ") else "yes  "
 
 
-def plan_generate(
-    params: Params, model: target.Target, numerics: str, changed: dict[str, str]
-) -> tuple[list[Row], int, int]:
+def plan_generate(params: Params, model: target.Target, changed: dict[str, str]) -> tuple[list[Row], int, int]:
     """Look up every turn among the answers.
 
     Returns:
         Rows whose answers are all known, turns not answered yet, and the most tokens these can come to.
     """
     read = prompts.read(params.prompts)
-    answers = responses.Answers(responses.request_key(model.fingerprint, numerics, params.generate))
+    answers = responses.Answers(responses.request_key(model.fingerprint, model.dtype, params.generate))
     if RESPONSES.is_file():
         answers.learn(answers.unknown(responses.read(RESPONSES)))
     records, reused, missing, longest, refused = [], 0, 0, 0, 0

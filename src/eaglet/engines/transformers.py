@@ -1,18 +1,20 @@
 """The target in this process, by Transformers: the reference engine, and the one that needs no GPU."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import torch
 import transformers
 
 from eaglet import capture
-from eaglet.engines import Answer
-from eaglet.errors import EagletError
+from eaglet.engines import Answer, Refusal, States, Used
 from eaglet.params import EngineParams, GenerateParams
 from eaglet.target import Target
+
+_WINDOW_ROWS = 64  # of which batches of similar length are made; their states come out together
 
 
 class TransformersEngine:
@@ -24,25 +26,32 @@ class TransformersEngine:
 
     @property
     def numerics(self) -> str:
-        """Engine and arithmetic. Batches are not in it: they move a row by bfloat16 noise only (tested)."""
+        """Engine and arithmetic. Batches are not in it: they move a row by noise only (tested)."""
         return f"transformers/{self._target.dtype}"
 
     @cached_property
     def _model(self) -> Any:
         return self._target.model()
 
-    def answer(self, contexts: Sequence[list[int]], params: GenerateParams) -> Iterator[tuple[int, Answer]]:
+    def answer(self, contexts: Sequence[list[int]], params: GenerateParams) -> Iterator[tuple[int, Answer | Refusal]]:
         """See `Engine.answer`. Batches are padded on the left and masked."""
-        limit = getattr(self._target.config, "max_position_embeddings", None)
-        order = sorted(range(len(contexts)), key=lambda index: len(contexts[index]))
+        limit = getattr(self._target.config, "max_position_embeddings", None) or float("inf")
+        order = []
+        for index, context in enumerate(contexts):
+            if len(context) + params.max_new_tokens <= limit:
+                order.append(index)
+            else:
+                yield (
+                    index,
+                    Refusal(
+                        f"its {len(context)} tokens and generate.max_new_tokens {params.max_new_tokens} exceed the "
+                        f"target's context of {limit}: shorten the prompt or lower the parameter"
+                    ),
+                )
+        order.sort(key=lambda index: len(contexts[index]))
         for start in range(0, len(order), self._params.batch_rows):
             batch = order[start : start + self._params.batch_rows]
             width = len(contexts[batch[-1]])
-            if limit is not None and width + params.max_new_tokens > limit:
-                raise EagletError(
-                    f"a prompt of {width} tokens and generate.max_new_tokens {params.max_new_tokens} exceed the "
-                    f"target's context of {limit}: shorten the prompt or lower the parameter"
-                )
             yield from zip(batch, self._generate([contexts[index] for index in batch], width, params), strict=True)
 
     def _generate(self, contexts: list[list[int]], width: int, params: GenerateParams) -> list[Answer]:
@@ -73,27 +82,41 @@ class TransformersEngine:
         return answers
 
     def prefill(
-        self, rows: Sequence[list[int]], streams: Sequence[str]
-    ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        self, rows: Iterable[list[int]], streams: Sequence[str], use: Callable[[int, States], Used]
+    ) -> Iterator[tuple[int, Used | Refusal]]:
         """See `Engine.prefill`. Batches are padded on the right: no row sees its padding."""
-        for batch in batches_by_length([len(row) for row in rows], self._params.batch_tokens):
-            width = max(len(rows[index]) for index in batch)
-            ids = torch.zeros(len(batch), width, dtype=torch.long)
-            mask = torch.zeros(len(batch), width, dtype=torch.long)
-            for place, index in enumerate(batch):
-                ids[place, : len(rows[index])] = torch.tensor(rows[index])
-                mask[place, : len(rows[index])] = 1
-            device = self._model.device
-            kept, _ = capture.forward(
-                self._model,
-                streams,
-                input_ids=ids.to(device),
-                attention_mask=mask.to(device),
-                use_cache=False,
-            )
-            for place, index in enumerate(batch):
-                length = len(rows[index])
-                yield index, {name: kept[name][place, :length].to("cpu", torch.bfloat16) for name in streams}
+        numbered = enumerate(rows)
+        while window := list(islice(numbered, _WINDOW_ROWS)):
+            for batch in batches_by_length([len(row) for _, row in window], self._params.batch_tokens):
+                members = [window[place] for place in batch]
+                for (index, _), states in zip(members, self._states([row for _, row in members], streams), strict=True):
+                    yield index, use(index, states)
+
+    def _states(self, rows: Sequence[list[int]], streams: Sequence[str]) -> Iterator[States]:
+        """One batch's states, row by row."""
+        width = max(len(row) for row in rows)
+        ids = torch.zeros(len(rows), width, dtype=torch.long)
+        mask = torch.zeros(len(rows), width, dtype=torch.long)
+        for place, row in enumerate(rows):
+            ids[place, : len(row)] = torch.tensor(row)
+            mask[place, : len(row)] = 1
+        device = self._model.device
+        kept, _ = capture.forward(
+            self._model,
+            streams,
+            input_ids=ids.to(device),
+            attention_mask=mask.to(device),
+            use_cache=False,
+        )
+        for place, row in enumerate(rows):
+            yield {name: kept[name][place, : len(row)].to("cpu", torch.bfloat16) for name in streams}
+
+    def status(self) -> str:
+        """See `Engine.status`."""
+        return ""
+
+    def close(self) -> None:
+        """See `Engine.close`: nothing was started."""
 
 
 def batches_by_length(lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:

@@ -4,6 +4,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 from eaglet import files, prompts, responses, target
 from eaglet.conversation import CannotMask, Turn, context_ids, given_turns
 from eaglet.dvc_cache import PastOutput
-from eaglet.engines import Answer, Engine, open_engine
+from eaglet.engines import Answer, Engine, Refusal, open_engine
+from eaglet.errors import EagletError
 from eaglet.params import Params
 from eaglet.paths import METRICS, RESPONSES, STORE
 from eaglet.progress import progress
@@ -40,13 +42,12 @@ class Counts:
 def run(params: Params) -> None:
     """Write data/responses.jsonl and metrics/generate.json."""
     model = target.load(params.target)
-    engine = open_engine(params.engine, model)
     read = prompts.read(params.prompts)
     dialogues = [start(conversation, params.generate.regenerate) for conversation in read.conversations]
-    request = responses.request_key(model.fingerprint, engine.numerics, params.generate)
+    request = responses.request_key(model.fingerprint, model.dtype, params.generate)
     counts = Counts()
     if params.generate.regenerate:
-        with responses.Answers(request) as answers:
+        with responses.Answers(request) as answers, closing(open_engine(params.engine, model)) as engine:
             adopt_past(answers)
             answer_all(dialogues, answers, engine, model, params, counts)
     else:
@@ -96,7 +97,12 @@ def answer_all(
     params: Params,
     counts: Counts,
 ) -> None:
-    """Answer turn by turn: all first turns together, then all second ones, …"""
+    """Answer turn by turn: all first turns together, then all second ones, …
+
+    Raises:
+        EagletError: prompts that the engine cannot answer; all others were answered, and are kept.
+    """
+    rejected: list[str] = []
     while asking := [dialogue for dialogue in dialogues if dialogue.waiting and dialogue.refused is None]:
         contexts: list[list[int]] = []
         open_dialogues: list[Dialogue] = []
@@ -115,11 +121,20 @@ def answer_all(
                 counts.reused += 1
                 take(dialogue, context, known, model)
         counts.computed += len(contexts)
-        with progress("generate", len(contexts) * params.generate.max_new_tokens, len(contexts)) as shown:
+        most = len(contexts) * params.generate.max_new_tokens
+        with progress("generate", most, len(contexts), engine.status) as shown:
             for index, answer in engine.answer(contexts, params.generate):
+                if isinstance(answer, Refusal):
+                    rejected.append(f"{open_dialogues[index].conversation.where}: {answer.reason}")
+                    open_dialogues[index].waiting.clear()
+                    continue
                 answers.add([(contexts[index], answer)])
                 take(open_dialogues[index], contexts[index], answer, model)
                 shown.add(rows=1, tokens=len(answer.answer_ids))
+    if rejected:
+        raise EagletError(
+            f"{len(rejected)} prompts cannot be answered, all others were and are kept; first: {sorted(rejected)[0]}"
+        )
 
 
 def take(dialogue: Dialogue, context: list[int], answer: Answer, model: target.Target) -> None:

@@ -1,0 +1,328 @@
+"""The target in an SGLang server, by its native HTTP interface: token ids in, token ids or hidden states out."""
+
+import hashlib
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eaglet import server, spool
+from eaglet.engines import Answer, Refusal, States, Used
+from eaglet.errors import EagletError
+from eaglet.layers import FINAL, layer_of
+from eaglet.params import EngineParams, GenerateParams
+from eaglet.server import Rejected, Server, Unreachable
+from eaglet.spool import Captured, Spool, SpoolError
+from eaglet.target import Target
+
+_PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before a request that was not answered is put again
+_PROBE_TOKENS = 16
+
+
+class SGLangEngine:
+    """Answers and prefills by concurrent requests; each thread sees one row through, from request to `use`."""
+
+    def __init__(self, params: EngineParams, target: Target) -> None:
+        self._params = params
+        self._target = target
+        self._open = ExitStack()
+        self._answering: Server | None = None
+        self._spool: Spool | None = None
+        self._closing = threading.Event()
+
+    @property
+    def numerics(self) -> str:
+        """Engine and arithmetic. Release, batches and ranks are not in it: they move a row by noise only (tested)."""
+        return f"sglang/{self._target.dtype}"
+
+    def status(self) -> str:
+        """See `Engine.status`."""
+        return self._spool.status() if self._spool else ""
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._closing.set()
+        self._open.close()
+
+    def answer(self, contexts: Sequence[list[int]], params: GenerateParams) -> Iterator[tuple[int, Answer | Refusal]]:
+        """See `Engine.answer`. A server of one's own that dies is started anew."""
+        if not contexts:
+            return
+        serving = self._answering = self._answering or self._serve()
+
+        def put(index: int, context: list[int]) -> Answer | Refusal:
+            sampling = sampling_params(params, context, self._target.end_ids)
+            try:
+                reply = self._ask(serving, {"input_ids": context, "sampling_params": sampling}, revive=True)
+            except Rejected as error:
+                return Refusal(str(error))
+            return _answer(reply, params.max_new_tokens, self._target.end_ids)
+
+        yield from self._together(contexts, put)
+
+    def prefill(
+        self, rows: Iterable[list[int]], streams: Sequence[str], use: Callable[[int, States], Used]
+    ) -> Iterator[tuple[int, Used | Refusal]]:
+        """See `Engine.prefill`. Nothing is sent before the server has proved what it captures."""
+        serving, room = self._serve_capture(streams)
+        probe = self._probe(serving, room, streams)
+        row_bytes = (probe.aux.shape[1] + probe.final.shape[1]) * probe.final.element_size()
+        vocabulary = self._target.fingerprint.vocab_size
+        del probe
+
+        def put(index: int, ids: list[int]) -> Used | Refusal:
+            if not 0 <= min(ids) <= max(ids) < vocabulary:  # it would kill the server
+                return Refusal(f"it holds a token id outside the vocabulary of {vocabulary:,}")
+            rid = ""
+            try:
+                with room.reserve(len(ids) * row_bytes):
+                    rid, captured = self._capture(serving, room, ids)
+                    if problem := captured.fault(ids):
+                        return Refusal(problem)
+                    states = {name: v.to(torch.bfloat16) for name, v in captured.streams(streams).items()}
+                    try:
+                        return use(index, states)
+                    finally:
+                        room.discard(rid)
+            except (Rejected, SpoolError) as error:
+                if not room.folder.is_dir():
+                    raise EagletError(f"the spool {room.folder} is gone: `dvc repro` goes on from here") from None
+                return Refusal(str(error))
+
+        yield from self._together(rows, put)
+
+    def _together(
+        self, items: Iterable[list[int]], put: Callable[[int, list[int]], Used]
+    ) -> Iterator[tuple[int, Used]]:
+        """`put` each item, `concurrency` at a time; items are pulled as others finish."""
+        numbered = enumerate(items)
+        running: dict[Future[Used], int] = {}
+        pool = ThreadPoolExecutor(self._params.concurrency, thread_name_prefix="sglang")
+        try:
+            while True:
+                for index, item in islice(numbered, self._params.concurrency - len(running)):
+                    running[pool.submit(put, index, item)] = index
+                if not running:
+                    return
+                for done in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(done), done.result()
+        except BaseException:
+            self.close()  # those still running see it, and end
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _ask(self, serving: Server, body: Mapping[str, Any], revive: bool) -> dict[str, Any]:
+        """Put a request until it is answered.
+
+        Raises:
+            Rejected: the server refuses this request.
+            EagletError: the server is gone, or not to be reached for half a minute.
+        """
+        for pause in (*_PAUSES, None):
+            generation = serving.generation
+            try:
+                return serving.post("/generate", body)
+            except Unreachable as error:
+                if self._closing.is_set():
+                    raise EagletError("stopped") from None
+                if serving.own and (why := serving.died()):
+                    if not revive:
+                        raise EagletError(f"{why}; the rows computed so far are kept, `dvc repro` goes on") from None
+                    serving.revive(generation)
+                elif pause is None:
+                    raise EagletError(f"the SGLang server at {serving.url} does not answer: {error}") from None
+                else:
+                    self._closing.wait(pause)
+        raise EagletError(f"the SGLang server at {serving.url} did not answer {len(_PAUSES)} times")
+
+    def _serve(self) -> Server:
+        """The server that answers: a running one that serves this target, or one of our own."""
+        url = self._params.url.generate
+        if url is None:
+            return self._launch(None)
+        serving = Server(url)
+        self._check(serving)
+        return serving
+
+    def _serve_capture(self, streams: Sequence[str]) -> tuple[Server, Spool]:
+        """The server that captures, and its spool."""
+        parent, limit = Path(self._params.spool).expanduser(), int(self._params.spool_gib * 2**30)
+        url = self._params.url.extract
+        if url is not None:
+            self._spool = Spool(parent, limit)
+            serving = Server(url)
+            self._check(serving)
+            return serving, self._spool
+        folder = self._open.enter_context(spool.own_folder(parent))
+        self._spool = Spool(folder, limit)
+        captured = [layer_of(name) for name in streams if name != FINAL]
+        environment = {
+            "EAGLET_CAPTURE_SPOOL": str(folder.absolute()),
+            "EAGLET_CAPTURE_LAYERS": ",".join(map(str, captured or [0])),
+            # Some more than is ever asked for: the files' headers are not counted here.
+            "EAGLET_CAPTURE_MAX_BYTES": str(self._spool.max_bytes + (64 << 20)),
+        }
+        return self._launch(environment), self._spool
+
+    def _launch(self, capture: Mapping[str, str] | None) -> Server:
+        serving = server.launch(self._params.launch, self._target, capture)
+        self._open.callback(serving.stop)
+        serving.start()
+        return serving
+
+    def _check(self, serving: Server) -> None:
+        """Whether a running server is one that can be used, and serves this target.
+
+        Raises:
+            EagletError: not reachable, another release, another model, or arithmetic that is not the target's.
+        """
+        try:
+            model, args = serving.get("/model_info"), serving.get("/server_info")
+        except (Unreachable, Rejected) as error:
+            raise EagletError(
+                f"no SGLang server answers at {serving.url} ({error}): start it, or set engine.url to null to have one "
+                "started"
+            ) from None
+        server.check_release(args.get("version"), f"the server at {serving.url}")
+        folder = self._target.folder
+        served = {str(model.get("model_path")), str(args.get("served_model_name"))}
+        known = {str(folder), str(folder.absolute()), self._target.fingerprint.name}
+        same = served & known or {Path(name).name for name in served} & known
+        architectures = model.get("architectures") or []
+        if not same or (architectures and self._target.fingerprint.architecture not in architectures):
+            raise EagletError(
+                f"the server at {serving.url} serves {model.get('model_path')} ({', '.join(architectures)}), not the "
+                f"target {self._target.fingerprint.name} ({self._target.fingerprint.architecture}): serve that one, "
+                f"with --served-model-name {self._target.fingerprint.name} if its folder is named otherwise"
+            )
+        own = getattr(self._target.config, "quantization_config", None)
+        for name, wanted in {
+            "dtype": ("auto", self._target.dtype),
+            "kv_cache_dtype": ("auto", self._target.dtype),
+            "quantization": (None,) if own is None else (None, args.get("quantization")),
+        }.items():
+            if args.get(name) not in wanted:
+                raise EagletError(
+                    f"the server at {serving.url} runs with {name} {args.get(name)}; its numbers would not be the "
+                    f"target's own in {self._target.dtype}: start it without"
+                )
+
+    def _probe(self, serving: Server, room: Spool, streams: Sequence[str]) -> Captured:
+        """Put a short request, and prove by its file what the server captures: layers, norm, arithmetic, model.
+
+        Raises:
+            EagletError: it captures nothing, or something else.
+        """
+        ids = [3 + index for index in range(_PROBE_TOKENS)]
+        try:
+            rid, captured = self._capture(serving, room, ids)
+        except (Rejected, SpoolError) as error:
+            raise EagletError(
+                f"the SGLang server at {serving.url} does not capture hidden states into {room.folder} ({error}): "
+                f"start it on this host, or where that folder is shared, with the plugin of patches/capture and "
+                f"EAGLET_CAPTURE_SPOOL={room.folder} (patches/README.md)"
+            ) from None
+        captured = Captured(captured.aux.clone(), captured.final.clone(), captured.metadata)
+        room.discard(rid)
+        lacking = {layer_of(name) for name in streams if name != FINAL} - set(captured.layers)
+        if lacking:
+            raise EagletError(
+                f"the SGLang server at {serving.url} captures the layers {captured.layers}, not {sorted(lacking)}: "
+                f"start it with EAGLET_CAPTURE_LAYERS={','.join(map(str, sorted(lacking | set(captured.layers))))}"
+            )
+        problem = captured.fault(ids) or self._other_model(captured)
+        if problem:
+            raise EagletError(f"the SGLang server at {serving.url}: {problem}")
+        return captured
+
+    def _other_model(self, captured: Captured) -> str | None:
+        """Why what was captured does not come from this target, or None."""
+        dtype = str(captured.final.dtype).removeprefix("torch.")
+        if dtype != self._target.dtype:
+            return f"it computes in {dtype}, and target.dtype is {self._target.dtype}: start it with --dtype"
+        if captured.final.shape[1] != self._target.fingerprint.hidden_size:
+            return f"its hidden size is {captured.final.shape[1]}, the target's {self._target.fingerprint.hidden_size}"
+        theirs, ours = json.loads(captured.metadata["weights"]), self._target.weight_samples()
+        shared = theirs.keys() & ours.keys()
+        differ = sorted(name for name in shared if theirs[name] != ours[name])
+        if differ or not shared:
+            return (
+                f"its weights are not those of the target {self._target.fingerprint.name} "
+                f"({', '.join(differ) or 'none could be compared'}): it serves another model"
+            )
+        norm = self._target.final_norm()
+        if not is_normed(captured.final, norm):
+            return "its final state has not been through the target's final norm, or more than once"
+        return None
+
+    def _capture(self, serving: Server, room: Spool, ids: list[int]) -> tuple[str, Captured]:
+        """One row through the server: its request id and its file."""
+        rid = f"{spool.PREFIX}{uuid.uuid4().hex}"
+        body = {
+            "input_ids": ids,
+            "rid": rid,
+            "return_hidden_states": True,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        }
+        try:
+            reply = self._ask(serving, body, revive=False)
+            if reply["meta_info"].get("hidden_states"):
+                raise SpoolError("the plugin is not on: the states came back as JSON")
+            return rid, room.take(rid)
+        except BaseException:
+            room.discard(rid)
+            raise
+
+
+def is_normed(final: torch.Tensor, norm: torch.Tensor) -> bool:
+    """Whether [T, H] states have been through an RMSNorm of weight [H] once: without the weight their mean square is 1.
+
+    Gemma's norms multiply by 1 + weight.
+    """
+    wide = final.float()
+    for weight in (norm, 1 + norm):
+        kept = weight.abs() > 1e-3 * weight.abs().max()
+        square = (wide[:, kept] / weight[kept]).square().sum(1) / len(weight)
+        if bool(((square - 1).abs() < 0.1).all()):
+            return True
+    return False
+
+
+def sampling_params(params: GenerateParams, context: Sequence[int], ends: Iterable[int]) -> dict[str, Any]:
+    """SGLang's sampling parameters: everything is said, so that no default of the server's is left."""
+    seed = hashlib.sha256(f"{params.seed}:{list(context)}".encode()).digest()
+    chosen: dict[str, Any] = {
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "stop_token_ids": sorted(ends),
+        "ignore_eos": False,
+        "top_p": params.top_p,
+        "top_k": params.top_k or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+    }
+    if params.temperature > 0:
+        chosen["sampling_seed"] = int.from_bytes(seed[:4], "big") >> 1
+    return chosen
+
+
+def _answer(reply: Mapping[str, Any], limit: int, ends: frozenset[int]) -> Answer | Refusal:
+    """An answer out of a reply: ids up to and with the first end, or all up to the limit."""
+    ids: list[int] = reply["output_ids"]
+    reason = reply["meta_info"]["finish_reason"]
+    stop = next((place for place, token in enumerate(ids) if token in ends), None)
+    if stop is not None:
+        return Answer(ids[: stop + 1], "stop")
+    if len(ids) == limit:
+        return Answer(ids, "length")
+    return Refusal(f"the server ended it after {len(ids)} tokens: {reason.get('message') or reason.get('type')}")

@@ -1,0 +1,310 @@
+"""An SGLang server: one that runs already, or one that is started, watched and stopped here."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from eaglet.errors import EagletError
+from eaglet.params import LaunchParams
+from eaglet.paths import STORE
+from eaglet.target import Target
+
+SUPPORTED = ("0.5.17", "0.5.23")
+PLUGIN = "patches/capture"
+_RESTARTS = 3  # of a server that dies, in one run
+_PATIENCE = 5.0  # seconds that a server has to end by itself
+_CONNECT = 10.0  # seconds
+_READ = 3600.0  # seconds an answer may take: a server that dies is seen at once, one that hangs after this
+_CPU_TOKENS = 32768  # of KV cache without a GPU, where SGLang would take most of the memory
+# Seen by the server's own Python: what is installed beside it. Its torch may see GPUs that this process's does not.
+_FACTS = """
+import importlib.metadata as m, json, torch
+def version(name):
+    try: return m.version(name).split("+")[0]
+    except m.PackageNotFoundError: return None
+print(json.dumps([version("sglang"), version("eaglet-capture"), torch.cuda.device_count()]))
+"""
+# Kills the server once this process is gone, however it went: its standard input ends then.
+_WATCH = "import os, signal, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
+
+
+class Rejected(Exception):
+    """The server refused this one request, and would again."""
+
+
+class Unreachable(Exception):
+    """The request was not answered: the server is not there, dies or is overloaded."""
+
+
+@dataclass
+class _Process:
+    """A server's command, and its process while it runs."""
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log: Path
+    child: subprocess.Popen[bytes] | None = None
+    watch: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+
+
+class Server:
+    """A server's address, and its process if it was started here. Threads may share it."""
+
+    def __init__(self, url: str, process: _Process | None = None) -> None:
+        """Use the server at `url`; see `launch` for one of one's own."""
+        self.url = url.rstrip("/")
+        self._process = process
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    @property
+    def own(self) -> bool:
+        """Whether it was started here, so that it may be started again."""
+        return self._process is not None
+
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON at a path.
+
+        Raises:
+            Unreachable: no answer.
+            Rejected: it says no.
+        """
+        return self._ask("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The JSON that a request is answered with; raises as `get`."""
+        return self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        if not hasattr(self._local, "session"):  # sessions are not for several threads
+            self._local.session = requests.Session()
+            self._local.session.trust_env = False  # no proxy stands between here and the server
+            if key := os.environ.get("SGLANG_API_KEY"):
+                self._local.session.headers["Authorization"] = f"Bearer {key}"
+        try:
+            response = self._local.session.request(method, self.url + path, json=body, timeout=(_CONNECT, _READ))
+            if response.status_code == 200:
+                answer: dict[str, Any] = response.json()
+                return answer
+        except (requests.RequestException, ValueError) as error:
+            raise Unreachable(_plain(error)) from None
+        message = _message(response)
+        if response.status_code == 429 or response.status_code >= 500:
+            raise Unreachable(f"status {response.status_code}: {message}")
+        raise Rejected(message)
+
+    def start(self) -> None:
+        """Start the process and wait until it answers.
+
+        Raises:
+            EagletError: it ends instead; the message holds its own last error.
+        """
+        process = self._process
+        assert process is not None
+        process.log.parent.mkdir(parents=True, exist_ok=True)
+        with process.log.open("wb") as log:
+            process.child = subprocess.Popen(
+                process.command,
+                env=dict(process.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        process.watch = subprocess.Popen(
+            [sys.executable, "-Sc", _WATCH, str(process.child.pid)],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        began = time.monotonic()
+        while not self._healthy():
+            if process.child.poll() is not None:
+                raise EagletError(f"SGLang did not start: {self._last_words()} (log: {process.log})")
+            time.sleep(0.5)
+        if sys.stderr.isatty():
+            print(f"SGLang is ready at {self.url} after {time.monotonic() - began:.0f} s", file=sys.stderr)
+
+    def _healthy(self) -> bool:
+        try:
+            return bool(requests.get(self.url + "/health", timeout=5).status_code == 200)
+        except requests.RequestException:
+            return False
+
+    def died(self) -> str | None:
+        """How the process that was started here ended, in a line; None while it runs."""
+        process = self._process
+        if process is None or process.child is None:
+            return None
+        # A server that was killed closes its connections a moment before its process is gone.
+        for _ in range(50):
+            if process.child.poll() is not None:
+                return f"the SGLang server died: {self._last_words()} (log: {process.log})"
+            if self._healthy():
+                return None
+            time.sleep(0.2)
+        return f"the SGLang server answers no more: {self._last_words()} (log: {process.log})"
+
+    def revive(self, seen: int) -> None:
+        """Start the process anew, once for all threads that saw generation `seen` die.
+
+        Raises:
+            EagletError: it died too often, or does not start.
+        """
+        process = self._process
+        assert process is not None
+        with self._lock:
+            if seen != process.restarts:
+                return
+            why = self.died()
+            if why is None:
+                return
+            if process.restarts == _RESTARTS:
+                raise EagletError(f"{why}; it was started anew {_RESTARTS} times already")
+            print(f"{why}; starting it anew", file=sys.stderr)
+            self.stop()
+            self.start()
+            process.restarts += 1
+
+    @property
+    def generation(self) -> int:
+        """How often it was started anew."""
+        return self._process.restarts if self._process else 0
+
+    def stop(self) -> None:
+        """End the process that was started here, with its children; nothing for a server of someone else's."""
+        process = self._process
+        if process is None or process.child is None:
+            return
+        if process.watch is not None:
+            process.watch.kill()
+            process.watch.communicate()
+        # SIGTERM to the first process only: it takes an end of its children for a crash, and sleeps over it.
+        process.child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.child.wait(timeout=_PATIENCE)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.child.pid, signal.SIGKILL)
+        process.child.wait()
+        process.child = None
+
+    def _last_words(self) -> str:
+        """The last line of the log that tells of an error, else how the process ended."""
+        process = self._process
+        assert process is not None and process.child is not None
+        with process.log.open("rb") as file:
+            file.seek(max(process.log.stat().st_size - (256 << 10), 0))
+            lines = file.read().decode(errors="replace").replace("\0", "").splitlines()
+        told = [line.strip() for line in lines if re.match(r"(\S*(Error|Exception|Exit)\b.*:|eaglet-capture)", line)]
+        code = process.child.poll()
+        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+        return told[-1][:400] if told else how
+
+
+def launch(params: LaunchParams, target: Target, capture: Mapping[str, str] | None) -> Server:
+    """A server of the target on this machine, not started yet.
+
+    Args:
+        capture: the plugin's environment; None for a server that only answers.
+
+    Raises:
+        EagletError: the environment lacks SGLang or the plugin, or the machine the GPUs.
+    """
+    release, gpus = _installed(Path(params.python), with_plugin=capture is not None)
+    if 0 < gpus < params.tp * params.dp:
+        raise EagletError(
+            f"params.yaml: engine.launch.tp {params.tp} × dp {params.dp} need as many GPUs; this machine has {gpus}"
+        )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [params.python, "-m", "sglang.launch_server", "--model-path", str(target.folder.absolute())]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", target.dtype, "--skip-tokenizer-init"]
+    command += ["--tp-size", str(params.tp), "--dp-size", str(params.dp)]
+    if params.mem_fraction is not None:
+        command += ["--mem-fraction-static", str(params.mem_fraction)]
+    no_graphs = (
+        ["--disable-cuda-graph"]
+        if release == "0.5.17"
+        else ["--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
+    )
+    if gpus == 0:
+        command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
+        command += ["--grammar-backend", "none", "--max-total-tokens", str(_CPU_TOKENS)]
+    if capture is not None:
+        # Cached rows would be missing; graphs serve decoding, and nothing is decoded.
+        command += ["--disable-radix-cache", "--enable-return-hidden-states"]
+    if capture is not None or gpus == 0:
+        command += no_graphs
+    command += params.args  # last, so that they win
+    environment = {**os.environ, **(capture or {}), "HF_HUB_OFFLINE": "1"}
+    if gpus == 0 and params.tp > 1:  # SGLang asks for it: which cores are whose
+        environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(params.tp))
+    log = (STORE / "logs" / ("sglang-extract.log" if capture is not None else "sglang-generate.log")).absolute()
+    return Server(f"http://127.0.0.1:{port}", _Process(command, environment, log))
+
+
+def check_release(release: str | None, where: str) -> None:
+    """Raises EagletError where a release of SGLang is not one that was read and tested."""
+    if release not in SUPPORTED:
+        known = " and ".join(SUPPORTED)
+        raise EagletError(f"{where} is SGLang {release}; eaglet supports {known}: install one of those")
+
+
+def _installed(python: Path, with_plugin: bool) -> tuple[str, int]:
+    """The release of SGLang that a Python has, and the GPUs that it sees."""
+    found = None
+    try:
+        done = subprocess.run([python, "-c", _FACTS], capture_output=True, text=True, check=False)
+        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
+    except OSError:
+        done = None
+    if found is None:
+        why = done.stderr.strip().splitlines()[-1] if done and done.stderr.strip() else "it is not there"
+        raise EagletError(f"engine.launch.python {python} does not run ({why}): run `make sglang`, or name another")
+    release, plugin, gpus = found
+    if release is None:
+        raise EagletError(f"{python} has no SGLang: run `make sglang`, or name another in engine.launch.python")
+    check_release(release, str(python))
+    if with_plugin and plugin is None:
+        raise EagletError(f"{python} lacks the capture plugin: `{python} -m pip install --no-deps ./{PLUGIN}`")
+    return release, gpus
+
+
+def _cores(ranks: int) -> str:
+    """This machine's cores, split: "0-3|4-7"."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(len(cores) // ranks, 1)
+    parts = [cores[rank * share % len(cores) :][:share] for rank in range(ranks)]
+    return "|".join(",".join(map(str, part)) for part in parts)
+
+
+def _message(response: requests.Response) -> str:
+    try:
+        error = response.json()
+        error = error.get("error", error) if isinstance(error, dict) else error
+        text = error.get("message", error) if isinstance(error, dict) else error
+    except ValueError:
+        text = response.text
+    return " ".join(str(text).split())[:400]
+
+
+def _plain(error: Exception) -> str:
+    """The root of a connection error, without the library's own wrapping."""
+    text = " ".join(str(error).split())
+    match = re.search(r"\[Errno -?\d+\] [^')]+|Remote end closed connection|[Tt]imed out", text)
+    return match[0] if match else f"{type(error).__name__}: {text[:200]}"
