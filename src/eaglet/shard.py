@@ -73,7 +73,8 @@ def pack(states: torch.Tensor, codec_name: str) -> Run:
     """
     if states.dtype != torch.bfloat16:
         raise ValueError(f"states must be bfloat16, not {states.dtype}")
-    return codec.encode(_bits(states.detach().cpu().contiguous()), codec_name)
+    # A view, also of columns of something wider: a copy by torch would start its threads in each of the caller's.
+    return codec.encode(_bits(states.detach().cpu()), codec_name)
 
 
 def write(path: Path, meta: ShardMeta, runs: Sequence[Run]) -> tuple[int, str]:
@@ -467,7 +468,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _bits(states: torch.Tensor) -> Bits:
-    """The bit patterns of a contiguous bfloat16 CPU tensor, in the same memory."""
+    """The bit patterns of a bfloat16 CPU tensor, in the same memory."""
     return states.view(torch.int16).numpy().view(np.uint16)
 
 

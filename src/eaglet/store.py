@@ -177,11 +177,9 @@ class Store:
             The number of shards brought.
         """
         missing = [(s, g) for g in groups for s in self.streams if not self.path(s, g).is_file()]
-        scratch = STORE / f"past-{MANIFEST}"
-        if not missing or not past.fetch(MANIFEST, scratch):
+        manifest = past_manifest(past) if missing else None
+        if manifest is None:
             return 0
-        manifest = files.read_json(scratch, "extract")
-        scratch.unlink()
         old = Kind.of(manifest)
         wanted = {
             stream: {sample for s, g in missing if s == stream for sample, _ in g.samples} for stream in self.streams
@@ -242,6 +240,16 @@ class Store:
         }
         files.write_json(STATES / MANIFEST, manifest)
         return manifest
+
+
+def past_manifest(past: PastOutput) -> dict[str, Any] | None:
+    """The manifest of the last run's output, if DVC's cache or remote has it."""
+    scratch = STORE / f"past-{MANIFEST}"
+    if not past.fetch(MANIFEST, scratch):
+        return None
+    manifest: dict[str, Any] = files.read_json(scratch, "extract")
+    scratch.unlink()
+    return manifest
 
 
 def damaged(paths: Sequence[Path]) -> list[Path]:

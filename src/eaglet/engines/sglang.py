@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,8 +35,10 @@ class SGLangEngine:
         self._target = target
         self._open = ExitStack()
         self._answering: Server | None = None
+        self._capturing: tuple[Server, list[int]] | None = None
         self._spool: Spool | None = None
         self._closing = threading.Event()
+        self._cores = threading.BoundedSemaphore(os.cpu_count() or 1)
 
     @property
     def numerics(self) -> str:
@@ -55,7 +58,9 @@ class SGLangEngine:
         """See `Engine.answer`. A server of one's own that dies is started anew."""
         if not contexts:
             return
-        serving = self._answering = self._answering or self._serve()
+        if self._answering is None:
+            self._answering = self._serve()
+        serving = self._answering
 
         def put(index: int, context: list[int]) -> Answer | Refusal:
             sampling = sampling_params(params, context, self._target.end_ids)
@@ -88,7 +93,8 @@ class SGLangEngine:
                         return Refusal(problem)
                     states = {name: v.to(torch.bfloat16) for name, v in captured.streams(streams).items()}
                     try:
-                        return use(index, states)
+                        with self._cores:  # more threads at work than cores would only be in each other's way
+                            return use(index, states)
                     finally:
                         room.discard(rid)
             except (Rejected, SpoolError) as error:
@@ -161,16 +167,20 @@ class SGLangEngine:
             serving = Server(url)
             self._check(serving)
             return serving, self._spool
-        folder = self._open.enter_context(spool.own_folder(parent))
-        self._spool = Spool(folder, limit)
-        captured = [layer_of(name) for name in streams if name != FINAL]
-        environment = {
-            "EAGLET_CAPTURE_SPOOL": str(folder.absolute()),
-            "EAGLET_CAPTURE_LAYERS": ",".join(map(str, captured or [0])),
-            # Some more than is ever asked for: the files' headers are not counted here.
-            "EAGLET_CAPTURE_MAX_BYTES": str(self._spool.max_bytes + (64 << 20)),
-        }
-        return self._launch(environment), self._spool
+        layers = [layer_of(name) for name in streams if name != FINAL]
+        if self._capturing is None or not set(layers) <= set(self._capturing[1]):
+            self._open.close()
+            folder = self._open.enter_context(spool.own_folder(parent))
+            self._spool = Spool(folder, limit)
+            environment = {
+                "EAGLET_CAPTURE_SPOOL": str(folder.absolute()),
+                "EAGLET_CAPTURE_LAYERS": ",".join(map(str, layers or [0])),
+                # Some more than is ever asked for: the files' headers are not counted here.
+                "EAGLET_CAPTURE_MAX_BYTES": str(self._spool.max_bytes + (64 << 20)),
+            }
+            self._capturing = self._launch(environment), layers
+        assert self._spool is not None
+        return self._capturing[0], self._spool
 
     def _launch(self, capture: Mapping[str, str] | None) -> Server:
         serving = server.launch(self._params.launch, self._target, capture)

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from eaglet import audit, files, layers, rows, shard, store, target
 from eaglet.codec import Run
-from eaglet.dvc_cache import PastOutput
+from eaglet.dvc_cache import PastOutput, recorded_stages
 from eaglet.engines import Engine, Refusal, open_engine
 from eaglet.errors import EagletError
 from eaglet.params import Params
@@ -24,7 +24,7 @@ from eaglet.progress import Progress, progress
 from eaglet.rows import Row
 from eaglet.store import Group, Store, Work
 
-_WRITERS = 4  # shards written at a time: a core each for their sha256
+_WRITERS = 8  # shards written at a time: each waits for its disk as long as it hashes
 EXPECTED_RATIO = 1.4  # raw over packed: a little below what real states give, so that the estimate is safe
 
 
@@ -36,6 +36,8 @@ def run(params: Params) -> None:
     groups = store.group_rows(wanted, params.extract.shard_tokens)
     with store.lock(), closing(open_engine(params.engine, model)) as engine:
         states = open_store(params, model, engine)
+        if states.kind.engine != engine.numerics:
+            print(f"extract: the states of {states.kind.engine} passed their audit and are kept")
         for path in states.drop_damaged(groups):
             print(f"extract: {path} was damaged and is computed again", file=sys.stderr)
         states.adopt(PastOutput(STATES), groups)
@@ -59,8 +61,40 @@ def open_store(params: Params, model: target.Target, engine: Engine) -> Store:
         codec=params.extract.codec,
         hidden_size=model.fingerprint.hidden_size,
     )
+    if params.extract.reuse_across_engines:
+        kind = replace(kind, engine=audited_engine(kind))
     chosen = layers.choose(params.extract.layers, model.fingerprint.num_layers)
     return Store(kind, layers.streams(chosen))
+
+
+def audited_engine(kind: store.Kind) -> str:
+    """The engine under whose key this run's states are kept: that of the last run, if its audit proved its states.
+
+    Raises:
+        EagletError: the last run's states came from another engine, and no audit of them against Transformers passed.
+    """
+    past = store.past_manifest(PastOutput(STATES))
+    if past is None:
+        return kind.engine
+    old = store.Kind.of(past)
+    if replace(old, engine=kind.engine) != kind or old.engine.split("/")[1] != kind.engine.split("/")[1]:
+        return kind.engine  # other states altogether: nothing of them is reused
+    if old.engine != kind.engine and not audit_passed():
+        raise EagletError(
+            f"extract.reuse_across_engines: the last run's states are {old.engine}'s, and no audit of them with "
+            "reference rows has passed: set engine.name back and run `dvc repro audit`, or set this key to false"
+        )
+    return old.engine
+
+
+def audit_passed() -> bool:
+    """Whether an audit of the states that dvc.lock names has passed, with rows compared: DVC records no failures."""
+    stages = recorded_stages()
+    states = [out["md5"] for out in stages.get("extract", {}).get("outs", []) if out["path"] == STATES.as_posix()]
+    audit = stages.get("audit", {})
+    audited = [dep["md5"] for dep in audit.get("deps", []) if dep["path"] == STATES.as_posix()]
+    bounds = audit.get("params", {}).get("params.yaml", {}).get("audit", {})
+    return bool(states) and audited == states and bounds.get("reference_rows", 0) > 0
 
 
 def raw_bytes(work: Sequence[Work], states: Store) -> int:
@@ -175,30 +209,23 @@ class Writer:
 
     def put(self, job: Job) -> None:
         """Write what there is of a job: a group with a failed row is kept without it, and found at the next run."""
-        while len(self._running) > _WRITERS:
-            self._running.popleft().result()
-        self._running.append(self._pool.submit(self._write, job))
-
-    def _write(self, job: Job) -> None:
-        runs = copied_runs(job.items) | job.runs
         for item in job.items:
-            there = tuple(part for part in job.group.samples if (item.stream, part[0]) in runs)
-            if there:
-                size = self._states.write(item.stream, Group(there), [runs[item.stream, sample] for sample, _ in there])
-                with self._lock:
-                    self.written += size
-                    self._shown.add(size=size)
+            while len(self._running) > _WRITERS:
+                self._running.popleft().result()
+            runs = {sample: run for (stream, sample), run in job.runs.items() if stream == item.stream}
+            self._running.append(self._pool.submit(self._write, item, runs))
         job.runs.clear()
 
-
-def copied_runs(items: Sequence[Work]) -> dict[tuple[str, str], Run]:
-    """Packed samples out of other shards, byte for byte."""
-    runs: dict[tuple[str, str], Run] = {}
-    for item in items:
-        for sample, path in item.copies.items():
+    def _write(self, item: Work, runs: dict[str, Run]) -> None:
+        for sample, path in item.copies.items():  # packed samples of other shards, byte for byte
             with shard.Shard.open(path) as opened:
-                runs[item.stream, sample] = opened.run(sample)
-    return runs
+                runs[sample] = opened.run(sample)
+        there = tuple(part for part in item.group.samples if part[0] in runs)
+        if there:
+            size = self._states.write(item.stream, Group(there), [runs[sample] for sample, _ in there])
+            with self._lock:
+                self.written += size
+                self._shown.add(size=size)
 
 
 def write_metrics(manifest: dict[str, Any], wanted: Sequence[Row], hidden_size: int) -> None:
