@@ -24,13 +24,12 @@ import numpy as np
 import torch
 import transformers
 
-from eaglet import layers, store
+from eaglet import filling, layers, store
 from eaglet.engines import Answer, Engine
 from eaglet.engines.sglang import SGLangEngine
 from eaglet.engines.transformers import TransformersEngine
 from eaglet.params import EngineParams, GenerateParams, LaunchParams, UrlParams
 from eaglet.rows import Row
-from eaglet.stages import extract
 from eaglet.target import Fingerprint, Target
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 8192, "rms_norm_eps": 1e-5}
@@ -192,10 +191,10 @@ def packed(ids: list[list[int]], target: Target, engine: Engine, streams: list[s
     kind = store.Kind("benchmark", engine.numerics, "rebase-zstd", target.fingerprint.hidden_size)
     states = store.Store(kind, streams)
     groups = store.group_rows(rows, 16_384)  # small shards: the end of so short a run is not all writing
-    computed, _ = extract.compute(states.work(groups), {row.sample: row for row in rows}, engine, states)
+    done = filling.compute(states.work(groups), {row.sample: row for row in rows}, engine, states)
     left = len(states.work(groups))
     shutil.rmtree(Path(".store/states"))
-    return computed // len(streams) if not left else 0
+    return done.computed // len(streams) if not left else 0
 
 
 def answering(chosen: argparse.Namespace, target: Target) -> list[tuple[str, float, float]]:

@@ -49,6 +49,30 @@ class Unreachable(Exception):
     """The request was not answered: the server is not there, dies or is overloaded."""
 
 
+@dataclass(frozen=True)
+class Watched:
+    """A server's process on this machine, and its log."""
+
+    pid: int
+    log: Path
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        except OSError:
+            return True
+
+    def last_words(self) -> str:
+        """The last line of the log that tells of an error."""
+        with self.log.open("rb") as file:
+            file.seek(max(self.log.stat().st_size - (256 << 10), 0))
+            lines = file.read().decode(errors="replace").replace("\0", "").splitlines()
+        told = [line.strip() for line in lines if re.match(r"(\S*(Error|Exception|Exit)\b.*:|eaglet-capture)", line)]
+        return f"{told[-1][:400]} (log: {self.log})" if told else f"it was killed (log: {self.log})"
+
+
 @dataclass
 class _Process:
     """A server's command, and its process while it runs."""
@@ -64,17 +88,23 @@ class _Process:
 class Server:
     """A server's address, and its process if it was started here. Threads may share it."""
 
-    def __init__(self, url: str, process: _Process | None = None) -> None:
-        """Use the server at `url`; see `launch` for one of one's own."""
+    def __init__(self, url: str, process: _Process | None = None, watched: "Watched | None" = None) -> None:
+        """Use the server at `url`: one of someone else's, of `launch`, or one that another process started."""
         self.url = url.rstrip("/")
         self._process = process
+        self._watched = watched
         self._lock = threading.Lock()
         self._local = threading.local()
 
     @property
     def own(self) -> bool:
-        """Whether it was started here, so that it may be started again."""
+        """Whether this object started it, and may start it anew."""
         return self._process is not None
+
+    @property
+    def watched(self) -> "Watched | None":
+        """The process to look at when the server does not answer, if it is one of this machine."""
+        return self._watched
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON at a path.
@@ -131,10 +161,11 @@ class Server:
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._watched = Watched(process.child.pid, process.log)
         began = time.monotonic()
         while not self._healthy():
             if process.child.poll() is not None:
-                raise EagletError(f"SGLang did not start: {self._last_words()} (log: {process.log})")
+                raise EagletError(f"SGLang did not start: {self._watched.last_words()}")
             time.sleep(0.5)
         if sys.stderr.isatty():
             print(f"SGLang is ready at {self.url} after {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -146,18 +177,17 @@ class Server:
             return False
 
     def died(self) -> str | None:
-        """How the process that was started here ended, in a line; None while it runs."""
-        process = self._process
-        if process is None or process.child is None:
+        """How a server of this machine ended, in a line; None while it runs, or where that cannot be seen."""
+        if self._watched is None:
             return None
         # A server that was killed closes its connections a moment before its process is gone.
         for _ in range(50):
-            if process.child.poll() is not None:
-                return f"the SGLang server died: {self._last_words()} (log: {process.log})"
+            if self._watched.gone:
+                return f"the SGLang server died: {self._watched.last_words()}"
             if self._healthy():
                 return None
             time.sleep(0.2)
-        return f"the SGLang server answers no more: {self._last_words()} (log: {process.log})"
+        return f"the SGLang server answers no more: {self._watched.last_words()}"
 
     def revive(self, seen: int) -> None:
         """Start the process anew, once for all threads that saw generation `seen` die.
@@ -201,18 +231,6 @@ class Server:
             os.killpg(process.child.pid, signal.SIGKILL)
         process.child.wait()
         process.child = None
-
-    def _last_words(self) -> str:
-        """The last line of the log that tells of an error, else how the process ended."""
-        process = self._process
-        assert process is not None and process.child is not None
-        with process.log.open("rb") as file:
-            file.seek(max(process.log.stat().st_size - (256 << 10), 0))
-            lines = file.read().decode(errors="replace").replace("\0", "").splitlines()
-        told = [line.strip() for line in lines if re.match(r"(\S*(Error|Exception|Exit)\b.*:|eaglet-capture)", line)]
-        code = process.child.poll()
-        how = f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
-        return told[-1][:400] if told else how
 
 
 def launch(params: LaunchParams, target: Target, capture: Mapping[str, str] | None) -> Server:

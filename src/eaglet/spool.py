@@ -1,5 +1,6 @@
 """The spool, seen from where it is read: a folder in which the capture plugin leaves one file a request."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -7,7 +8,6 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,10 +83,10 @@ class Spool:
             raise EagletError(f"params.yaml: engine.spool {folder} is not a folder: make it, or name another")
         self.folder = folder
         self.max_bytes = min(max_bytes, int(shutil.disk_usage(folder).free * 0.9))
-        self.used = 0
+        self._used = 0
         self._changed = threading.Condition()
 
-    @contextmanager
+    @contextlib.contextmanager
     def reserve(self, size: int) -> Iterator[None]:
         """Hold `size` bytes of the bound while a row is on its way; waits for room.
 
@@ -99,13 +99,13 @@ class Spool:
                 "raise engine.spool_gib"
             )
         with self._changed:
-            self._changed.wait_for(lambda: self.used + size <= self.max_bytes)
-            self.used += size
+            self._changed.wait_for(lambda: self._used + size <= self.max_bytes)
+            self._used += size
         try:
             yield
         finally:
             with self._changed:
-                self.used -= size
+                self._used -= size
                 self._changed.notify_all()
 
     def take(self, rid: str) -> Captured:
@@ -136,7 +136,11 @@ class Spool:
 
     def status(self) -> str:
         """How full it is, for the progress line."""
-        return f"spool {self.used / self.max_bytes:.0%}"
+        stored = 0
+        for path in self.folder.glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):
+                stored += path.stat().st_size
+        return f"spool {stored / self.max_bytes:.0%}"
 
 
 def read(path: Path) -> Captured:
@@ -148,7 +152,7 @@ def read(path: Path) -> Captured:
         return Captured(file.get_tensor("aux"), file.get_tensor("final"), metadata)
 
 
-@contextmanager
+@contextlib.contextmanager
 def own_folder(parent: Path) -> Iterator[Path]:
     """A folder for a server that is started here, gone afterwards; those of killed runs are removed.
 

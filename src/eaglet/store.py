@@ -99,7 +99,6 @@ class Store:
     def __init__(self, kind: Kind, streams: Sequence[str]) -> None:
         self.kind = kind
         self.streams = list(streams)
-        self._hashes: dict[Path, str] = {}
         self._folders = {stream: STORE / "states" / kind.stream_key(stream) for stream in streams}
 
     def name(self, stream: str, group: Group) -> str:
@@ -139,11 +138,10 @@ class Store:
         broken = set(damaged(sorted(set(found.values()))))
         return {sample: path for sample, path in found.items() if path not in broken}
 
-    def write(self, stream: str, group: Group, runs: Sequence[Run]) -> int:
-        """Write one shard; its size in bytes. Threads may write at once; `remember` follows."""
-        path = self.path(stream, group)
-        size, sha256 = shard.write(
-            path,
+    def write(self, stream: str, group: Group, runs: Sequence[Run]) -> tuple[int, str]:
+        """Write one shard; its size in bytes and its sha256."""
+        return shard.write(
+            self.path(stream, group),
             shard.ShardMeta(
                 codec=self.kind.codec,
                 layer=stream,
@@ -154,13 +152,6 @@ class Store:
             ),
             runs,
         )
-        self._hashes[path] = sha256
-        return size
-
-    def remember(self) -> None:
-        """Record the hashes of the shards that `write` wrote; those of a crash are read again."""
-        hashes.remember(self._hashes)
-        self._hashes = {}
 
     def drop_damaged(self, groups: Sequence[Group]) -> list[Path]:
         """Remove shards that are not what was written, so that they are computed again and never published."""

@@ -55,6 +55,16 @@ class Engine(Protocol):
             EagletError: nothing can be computed any more.
         """
 
+    def split(self, streams: Sequence[str], tokens: int, longest: int) -> list[Callable[[], "Engine"]]:
+        """What opens this engine in each of several processes, that prefill `tokens` tokens together.
+
+        Args:
+            longest: tokens of the longest row.
+
+        Returns:
+            Picklable functions; none where the work is best done in this process.
+        """
+
     def status(self) -> str:
         """What the progress line says of it, if anything."""
 

@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,27 +17,47 @@ from typing import Any
 import torch
 
 from eaglet import server, spool
-from eaglet.engines import Answer, Refusal, States, Used
+from eaglet.engines import Answer, Engine, Refusal, States, Used
 from eaglet.errors import EagletError
 from eaglet.layers import FINAL, layer_of
 from eaglet.params import EngineParams, GenerateParams
-from eaglet.server import Rejected, Server, Unreachable
+from eaglet.server import Rejected, Server, Unreachable, Watched
 from eaglet.spool import Captured, Spool, SpoolError
 from eaglet.target import Target
 
 _PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0)  # seconds before a request that was not answered is put again
 _PROBE_TOKENS = 16
+_PROCESS_TOKENS = 1 << 16  # a process for each so many tokens, up to the cores
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A server that has proved what it captures.
+
+    Attributes:
+        layers: whose outputs it captures.
+        spool, max_bytes: where to, and how much of it is to be used.
+        token_bytes: of all streams it captures.
+    """
+
+    url: str
+    watched: Watched | None
+    layers: list[int]
+    spool: Path
+    max_bytes: int
+    token_bytes: int
 
 
 class SGLangEngine:
     """Answers and prefills by concurrent requests; each thread sees one row through, from request to `use`."""
 
-    def __init__(self, params: EngineParams, target: Target) -> None:
+    def __init__(self, params: EngineParams, target: Target, proven: Proven | None = None) -> None:
+        """`proven` is a server that another process's engine started, for `prefill` only."""
         self._params = params
         self._target = target
         self._open = ExitStack()
         self._answering: Server | None = None
-        self._capturing: tuple[Server, list[int]] | None = None
+        self._proven = proven
         self._spool: Spool | None = None
         self._closing = threading.Event()
         self._cores = threading.BoundedSemaphore(os.cpu_count() or 1)
@@ -76,18 +98,17 @@ class SGLangEngine:
         self, rows: Iterable[list[int]], streams: Sequence[str], use: Callable[[int, States], Used]
     ) -> Iterator[tuple[int, Used | Refusal]]:
         """See `Engine.prefill`. Nothing is sent before the server has proved what it captures."""
-        serving, room = self._serve_capture(streams)
-        probe = self._probe(serving, room, streams)
-        row_bytes = (probe.aux.shape[1] + probe.final.shape[1]) * probe.final.element_size()
+        proven = self._prove(streams)
+        serving = Server(proven.url, watched=proven.watched)
+        room = self._spool = Spool(proven.spool, proven.max_bytes)
         vocabulary = self._target.fingerprint.vocab_size
-        del probe
 
         def put(index: int, ids: list[int]) -> Used | Refusal:
             if not 0 <= min(ids) <= max(ids) < vocabulary:  # it would kill the server
                 return Refusal(f"it holds a token id outside the vocabulary of {vocabulary:,}")
             rid = ""
             try:
-                with room.reserve(len(ids) * row_bytes):
+                with room.reserve(len(ids) * proven.token_bytes):
                     rid, captured = self._capture(serving, room, ids)
                     if problem := captured.fault(ids):
                         return Refusal(problem)
@@ -103,6 +124,38 @@ class SGLangEngine:
                 return Refusal(str(error))
 
         yield from self._together(rows, put)
+
+    def split(self, streams: Sequence[str], tokens: int, longest: int) -> list[Callable[[], Engine]]:
+        """See `Engine.split`: each process has a share of the concurrency and of the spool."""
+        proven = self._prove(streams)
+        count = min(
+            os.cpu_count() or 1,
+            tokens // _PROCESS_TOKENS,
+            proven.max_bytes // (2 * longest * proven.token_bytes),
+            self._params.concurrency,
+        )
+        if count < 2:
+            return []
+        params = replace(self._params, concurrency=-(-self._params.concurrency // count))
+        part = replace(proven, max_bytes=proven.max_bytes // count)
+        target = Target(self._target.folder, self._target.fingerprint, self._target.dtype)
+        return [partial(SGLangEngine, params, target, part)] * count
+
+    def _prove(self, streams: Sequence[str]) -> Proven:
+        """A server that captures these streams, started and proved where it is not yet."""
+        wanted = {layer_of(name) for name in streams if name != FINAL}
+        if self._proven is None or not wanted <= set(self._proven.layers):
+            serving, room = self._serve_capture(streams)
+            probe = self._probe(serving, room, streams)
+            self._proven = Proven(
+                url=serving.url,
+                watched=serving.watched,
+                layers=probe.layers,
+                spool=room.folder,
+                max_bytes=room.max_bytes,
+                token_bytes=(probe.aux.shape[1] + probe.final.shape[1]) * probe.final.element_size(),
+            )
+        return self._proven
 
     def _together(
         self, items: Iterable[list[int]], put: Callable[[int, list[int]], Used]
@@ -139,9 +192,9 @@ class SGLangEngine:
             except Unreachable as error:
                 if self._closing.is_set():
                     raise EagletError("stopped") from None
-                if serving.own and (why := serving.died()):
-                    if not revive:
-                        raise EagletError(f"{why}; the rows computed so far are kept, `dvc repro` goes on") from None
+                if why := serving.died():
+                    if not revive or not serving.own:
+                        raise EagletError(f"{why}; what is computed so far is kept, `dvc repro` goes on") from None
                     serving.revive(generation)
                 elif pause is None:
                     raise EagletError(f"the SGLang server at {serving.url} does not answer: {error}") from None
@@ -167,20 +220,17 @@ class SGLangEngine:
             serving = Server(url)
             self._check(serving)
             return serving, self._spool
+        self._open.close()  # a server of other layers
+        folder = self._open.enter_context(spool.own_folder(parent))
+        self._spool = Spool(folder, limit)
         layers = [layer_of(name) for name in streams if name != FINAL]
-        if self._capturing is None or not set(layers) <= set(self._capturing[1]):
-            self._open.close()
-            folder = self._open.enter_context(spool.own_folder(parent))
-            self._spool = Spool(folder, limit)
-            environment = {
-                "EAGLET_CAPTURE_SPOOL": str(folder.absolute()),
-                "EAGLET_CAPTURE_LAYERS": ",".join(map(str, layers or [0])),
-                # Some more than is ever asked for: the files' headers are not counted here.
-                "EAGLET_CAPTURE_MAX_BYTES": str(self._spool.max_bytes + (64 << 20)),
-            }
-            self._capturing = self._launch(environment), layers
-        assert self._spool is not None
-        return self._capturing[0], self._spool
+        environment = {
+            "EAGLET_CAPTURE_SPOOL": str(folder.absolute()),
+            "EAGLET_CAPTURE_LAYERS": ",".join(map(str, layers or [0])),
+            # Some more than is ever asked for: the files' headers are not counted here.
+            "EAGLET_CAPTURE_MAX_BYTES": str(self._spool.max_bytes + (64 << 20)),
+        }
+        return self._launch(environment), self._spool
 
     def _launch(self, capture: Mapping[str, str] | None) -> Server:
         serving = server.launch(self._params.launch, self._target, capture)

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from eaglet import capture
-from eaglet.engines import Answer, Refusal, States, Used
+from eaglet.engines import Answer, Engine, Refusal, States, Used
 from eaglet.params import EngineParams, GenerateParams
 from eaglet.target import Target
 
@@ -110,6 +110,10 @@ class TransformersEngine:
         )
         for place, row in enumerate(rows):
             yield {name: kept[name][place, : len(row)].to("cpu", torch.bfloat16) for name in streams}
+
+    def split(self, streams: Sequence[str], tokens: int, longest: int) -> list[Callable[[], Engine]]:
+        """See `Engine.split`: the model is in this process."""
+        return []
 
     def status(self) -> str:
         """See `Engine.status`."""
