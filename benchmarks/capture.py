@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -28,6 +29,7 @@ from eaglet import filling, layers, store
 from eaglet.engines import Answer, Engine
 from eaglet.engines.sglang import SGLangEngine
 from eaglet.engines.transformers import TransformersEngine
+from eaglet.errors import EagletError
 from eaglet.params import EngineParams, GenerateParams, LaunchParams, UrlParams
 from eaglet.rows import Row
 from eaglet.target import Fingerprint, Target
@@ -45,37 +47,52 @@ GEOMETRIES = {
     | {"intermediate_size": 14336, "vocab_size": 128256},
     # As wide as DeepSeek-V3 and Kimi-K2, a mixture of experts, few layers.
     "wide-moe": {"model_type": "qwen3_moe", "max_position_embeddings": 8192, "head_dim": 128}
-    | {"hidden_size": 7168, "num_hidden_layers": 8, "num_attention_heads": 56, "num_key_value_heads": 8}
-    | {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "vocab_size": 32768}
+    | {"hidden_size": 7168, "num_hidden_layers": 7, "num_attention_heads": 56, "num_key_value_heads": 8}
+    | {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 2048, "vocab_size": 32768}
     | {"intermediate_size": 2048},
 }
 
 
 def main() -> None:
-    """Measure one geometry and print its table."""
+    """Start all servers at once, then measure one geometry after the other and print their tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("geometry", choices=list(GEOMETRIES))
+    parser.add_argument("geometries", nargs="+", choices=list(GEOMETRIES))
     parser.add_argument("--python", default=".venv-sglang/bin/python", help="that runs SGLang")
     parser.add_argument("--args", default="", help="further arguments of sglang.launch_server")
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--rows", type=int, default=384)
     parser.add_argument("--tokens", type=int, default=2048, help="of a row")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--answers", type=int, default=256, help="prompts answered; 0 leaves answering out")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--dp", type=int, default=1)
     parser.add_argument("--concurrency", type=int, default=128)
-    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()), help="where the model is made")
+    parser.add_argument("--models", type=Path, default=Path(tempfile.gettempdir()), help="where models are made")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where shards are written")
     chosen = parser.parse_args()
     chosen.python = str(Path(chosen.python).absolute()) if "/" in chosen.python else chosen.python
-    target = make_target(chosen.geometry, chosen.models)
+    targets = {name: make_target(name, chosen.models) for name in chosen.geometries}
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     work = Path(tempfile.mkdtemp(dir=chosen.folder))
     (work / ".store").mkdir()
     try:
         with contextlib.chdir(work):  # the store lies relative to the working directory
-            print_table(chosen, prefill(chosen, target), "prefill")
+            with contextlib.ExitStack() as opened:
+                pairs = {name: Pair(chosen, target) for name, target in targets.items()}
+                for pair in pairs.values():
+                    opened.callback(pair.close)
+                with ThreadPoolExecutor(2 * len(pairs)) as pool:
+                    starts = {name: [pool.submit(start) for start in pair.starts()] for name, pair in pairs.items()}
+                for name, pair in pairs.items():
+                    try:
+                        for start in starts[name]:
+                            start.result()
+                        print_table(chosen, name, pair.measure(), "prefill")
+                    except EagletError as error:
+                        print(f"{name}: {error}", flush=True)
             if chosen.answers:
-                print_table(chosen, answering(chosen, target), "answering")
+                for name, target in targets.items():
+                    print_table(chosen, name, answering(chosen, target), "answering")
     finally:
         shutil.rmtree(work)
 
@@ -133,68 +150,86 @@ def random_rows(target: Target, count: int, tokens: int, seed: int) -> list[list
     return [[source.randrange(3, target.fingerprint.vocab_size) for _ in range(tokens)] for _ in range(count)]
 
 
-def prefill(chosen: argparse.Namespace, target: Target) -> list[tuple[str, float, float]]:
-    """(what, tokens a second, bytes of hidden states a second) of each kind of run."""
-    memory = [] if "mem-fraction" in chosen.args else ["--mem-fraction-static", "0.42"]  # two servers on one GPU
-    capturing = SGLangEngine(engine_params(chosen, *memory), target)
-    # Bare, and otherwise as the capturing server is started.
-    bare_args = ["--disable-radix-cache", "--disable-cuda-graph"]
-    bare = SGLangEngine(engine_params(chosen, *memory, *bare_args), target)
-    streams = layers.streams(layers.choose("auto", target.fingerprint.num_layers))
-    row_bytes = len(streams) * target.fingerprint.hidden_size * 2
+class Pair:
+    """A server that captures and one that does not, of one target, started alike."""
 
-    def answer_one(rows: list[list[int]]) -> int:
-        return sum(isinstance(answer, Answer) for _, answer in bare.answer(rows, generate_params(1)))
+    def __init__(self, chosen: argparse.Namespace, target: Target) -> None:
+        self._chosen = chosen
+        self._target = target
+        self._streams = layers.streams(layers.choose("auto", target.fingerprint.num_layers))
+        self._capturing = SGLangEngine(engine_params(chosen), target)
+        self._bare = SGLangEngine(engine_params(chosen, "--disable-radix-cache", "--disable-cuda-graph"), target)
 
-    def capture(rows: list[list[int]]) -> int:
-        return sum(outcome is None for _, outcome in capturing.prefill(rows, streams, lambda index, states: None))
+    def starts(self) -> list[Callable[[], int]]:
+        """What starts each server and warms it up."""
+        rows = random_rows(self._target, 64, self._chosen.tokens, seed=0)
+        return [lambda: self.capture(rows), lambda: self.bare(rows)]
 
-    def pack(rows: list[list[int]]) -> int:
-        return packed(rows, target, capturing, streams)
+    def close(self) -> None:
+        """Stop both."""
+        self._bare.close()
+        self._capturing.close()
 
-    kinds: dict[str, Callable[[list[list[int]]], int]] = {
-        "SGLang, bare": answer_one,
-        "SGLang, captured": capture,
-        "SGLang, packed shards on disk": pack,
-    }
-    seconds: dict[str, list[float]] = {what: [] for what in kinds}
-    try:
-        for number in range(chosen.rounds + 1):
+    def bare(self, rows: list[list[int]]) -> int:
+        """Prefill alone; the rows done."""
+        return sum(isinstance(answer, Answer) for _, answer in self._bare.answer(rows, generate_params(1)))
+
+    def capture(self, rows: list[list[int]]) -> int:
+        """Hidden states come here, and are let go."""
+        found = self._capturing.prefill(rows, self._streams, lambda index, states: None)
+        return sum(outcome is None for _, outcome in found)
+
+    def pack(self, rows: list[list[int]], engine: Engine | None = None) -> int:
+        """What the extract stage does with rows, up to shards that are synced."""
+        made = [
+            Row(str(k), "", False, True, np.array(row, np.int32), np.zeros(len(row), np.bool_), [])
+            for k, row in enumerate(rows)
+        ]
+        engine = engine or self._capturing
+        states = store.Store(
+            store.Kind("benchmark", engine.numerics, "rebase-zstd", self._target.fingerprint.hidden_size), self._streams
+        )
+        groups = store.group_rows(made, 16_384)  # small shards: the end of so short a run is not all writing
+        done = filling.compute(states.work(groups), {row.sample: row for row in made}, engine, states)
+        return done.computed // len(self._streams) if not states.work(groups) else 0
+
+    def measure(self) -> list[tuple[str, float, float]]:
+        """(what, tokens a second, bytes of hidden states a second) of each kind of run."""
+        kinds = {
+            "SGLang, bare": self.bare,
+            "SGLang, captured": self.capture,
+            "SGLang, packed shards on disk": self.pack,
+        }
+        # Enough for several processes, so that what they are forked from has started.
+        seconds: dict[str, list[float]] = {what: [] for what in kinds}
+        self.timed(self.pack, 128, seed=-1)
+        for number in range(1, self._chosen.rounds + 1):
             for what, run in kinds.items():
-                count = chosen.rows if number else min(chosen.rows, 16)  # round 0 warms up
-                rows = random_rows(target, count, chosen.tokens, seed=number)
-                began = time.monotonic()
-                done = run(rows)
-                if done != count:
-                    raise SystemExit(f"{what}: {done} of {count} rows")
-                if number:
-                    seconds[what].append(time.monotonic() - began)
-    finally:
-        bare.close()
-        capturing.close()
-    count = min(chosen.rows, 64)
-    peer = TransformersEngine(engine_params(chosen), target)
-    packed(random_rows(target, 2, chosen.tokens, seed=98), target, peer, streams)
-    began = time.monotonic()
-    packed(random_rows(target, count, chosen.tokens, seed=99), target, peer, streams)
-    results = [(what, chosen.rows * chosen.tokens / statistics.median(some)) for what, some in seconds.items()]
-    results.append(("Transformers, packed shards on disk", count * chosen.tokens / (time.monotonic() - began)))
-    return [(what, rate, 0 if "bare" in what else rate * row_bytes) for what, rate in results]
+                seconds[what].append(self.timed(run, self._chosen.rows, number))
+        results = [
+            (what, self._chosen.rows * self._chosen.tokens / statistics.median(some)) for what, some in seconds.items()
+        ]
+        peer = TransformersEngine(engine_params(self._chosen), self._target)
+        self.timed(lambda rows: self.pack(rows, peer), 2, seed=-2)
+        count = min(self._chosen.rows, 32)
+        taken = self.timed(lambda rows: self.pack(rows, peer), count, seed=-3)
+        results.append(("Transformers, packed shards on disk", count * self._chosen.tokens / taken))
+        del peer
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        row_bytes = len(self._streams) * self._target.fingerprint.hidden_size * 2
+        return [(what, rate, 0 if "bare" in what else rate * row_bytes) for what, rate in results]
 
-
-def packed(ids: list[list[int]], target: Target, engine: Engine, streams: list[str]) -> int:
-    """What the extract stage does with rows, up to shards that are synced; the rows done."""
-    rows = [
-        Row(str(k), "", False, True, np.array(row, np.int32), np.zeros(len(row), np.bool_), [])
-        for k, row in enumerate(ids)
-    ]
-    kind = store.Kind("benchmark", engine.numerics, "rebase-zstd", target.fingerprint.hidden_size)
-    states = store.Store(kind, streams)
-    groups = store.group_rows(rows, 16_384)  # small shards: the end of so short a run is not all writing
-    done = filling.compute(states.work(groups), {row.sample: row for row in rows}, engine, states)
-    left = len(states.work(groups))
-    shutil.rmtree(Path(".store/states"))
-    return done.computed // len(streams) if not left else 0
+    def timed(self, run: Callable[[list[list[int]]], int], count: int, seed: int) -> float:
+        """Seconds that a run over `count` new rows takes."""
+        rows = random_rows(self._target, count, self._chosen.tokens, seed)
+        began = time.monotonic()
+        done = run(rows)
+        taken = time.monotonic() - began
+        shutil.rmtree(Path(".store/states"), ignore_errors=True)
+        if done != count:
+            raise SystemExit(f"{done} of {count} rows")
+        return taken
 
 
 def answering(chosen: argparse.Namespace, target: Target) -> list[tuple[str, float, float]]:
@@ -222,11 +257,11 @@ def engines(chosen: argparse.Namespace, target: Target) -> Iterator[tuple[str, E
     yield f"SGLang, {params.concurrency} at a time", SGLangEngine(params, target), chosen.answers
 
 
-def print_table(chosen: argparse.Namespace, found: list[tuple[str, float, float]], title: str) -> None:
+def print_table(chosen: argparse.Namespace, geometry: str, found: list[tuple[str, float, float]], title: str) -> None:
     """As docs/benchmarks.md holds it; the ratios are to the first line."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or platform.machine()
     ranks = f", tp {chosen.tp}, dp {chosen.dp}" if chosen.tp * chosen.dp > 1 else ""
-    print(f"\n{title}, {chosen.geometry}, {date.today()}, {device}, {os.cpu_count()} cores{ranks}\n")
+    print(f"\n{title}, {geometry}, {date.today()}, {device}, {os.cpu_count()} cores{ranks}\n")
     print(f"| {title} | tok/s | ratio | GB/s |\n| --- | ---: | ---: | ---: |")
     for what, rate, size in found:
         print(f"| {what} | {rate:,.0f} | {rate / found[0][1]:.3f} | {f'{size / 1e9:.2f}' if size else ''} |")

@@ -216,7 +216,7 @@ def fill_apart(
     """
     # From a server that has no threads and has the imports done: quick to start, and nothing is forked half-way.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    context.set_forkserver_preload(["__main__", __name__])
     inbox = context.Queue(2 * len(openers))
     outbox = context.Queue()
     workers = [

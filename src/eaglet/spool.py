@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -162,11 +163,9 @@ def own_folder(parent: Path) -> Iterator[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for other in parent.glob("run-*"):
-            if not Path(f"/proc/{other.name.removeprefix('run-')}").exists():
+            if not Path(f"/proc/{other.name.split('-')[1]}").exists():
                 shutil.rmtree(other, ignore_errors=True)
-        folder = parent / f"run-{os.getpid()}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
+        folder = Path(tempfile.mkdtemp(dir=parent, prefix=f"run-{os.getpid()}-"))
     except OSError as error:
         raise EagletError(f"params.yaml: engine.spool {parent}: {error.strerror}: name a folder on tmpfs") from None
     try:
