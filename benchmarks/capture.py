@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -209,16 +210,21 @@ class Pair:
         results = [
             (what, self._chosen.rows * self._chosen.tokens / statistics.median(some)) for what, some in seconds.items()
         ]
-        peer = TransformersEngine(engine_params(self._chosen), self._target)
-        self.timed(lambda rows: self.pack(rows, peer), 2, seed=-2)
-        count = min(self._chosen.rows, 32)
-        taken = self.timed(lambda rows: self.pack(rows, peer), count, seed=-3)
-        results.append(("Transformers, packed shards on disk", count * self._chosen.tokens / taken))
-        del peer
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        results.append(("Transformers, packed shards on disk", self.peer()))
         row_bytes = len(self._streams) * self._target.fingerprint.hidden_size * 2
         return [(what, rate, 0 if "bare" in what else rate * row_bytes) for what, rate in results]
+
+    def peer(self) -> float:
+        """Tokens a second of the Transformers engine, packed."""
+        engine = TransformersEngine(engine_params(self._chosen), self._target)
+        run = partial(self.pack, engine=engine)
+        self.timed(run, 2, seed=-2)
+        count = min(self._chosen.rows, 32)
+        rate = count * self._chosen.tokens / self.timed(run, count, seed=-3)
+        del engine, run  # the model leaves the GPU to the next geometry
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return rate
 
     def timed(self, run: Callable[[list[list[int]]], int], count: int, seed: int) -> float:
         """Seconds that a run over `count` new rows takes."""
