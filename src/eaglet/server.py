@@ -270,8 +270,10 @@ def launch(params: LaunchParams, target: Target, capture: Mapping[str, str] | No
         command += no_graphs
     command += params.args  # last, so that they win
     environment = {**os.environ, **(capture or {}), "HF_HUB_OFFLINE": "1"}
-    if gpus == 0 and params.tp > 1:  # SGLang asks for it: which cores are whose
+    if gpus == 0 and params.tp > 1:
+        # SGLang must be told which cores are whose, and not to use the NCCL that torch may bring: it wants a GPU.
         environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(params.tp))
+        environment.setdefault("SGLANG_NCCL_SO_PATH", "none")
     log = (STORE / "logs" / ("sglang-extract.log" if capture is not None else "sglang-generate.log")).absolute()
     return Server(f"http://127.0.0.1:{port}", _Process(command, environment, log))
 
