@@ -44,16 +44,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def config(family: str, **more: Any) -> Any:
-    """A small configuration of a family."""
-    values = {**SIZES, **FAMILIES[family], **more}
-    return transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-
-
 def model(family: str = "llama", dtype: torch.dtype = torch.float32, **more: Any) -> Any:
+    """A model of a family with random weights."""
+    return random_model({**FAMILIES[family], **more}, dtype)
+
+
+def random_model(family: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
     """A model with random weights, norms included: a norm of ones would hide a forgotten one."""
     torch.manual_seed(0)
-    network = AutoModelForCausalLM.from_config(config(family, **more), dtype=dtype)
+    values = {**SIZES, **family}
+    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    network = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with torch.no_grad():
         for name, weight in network.named_parameters():
             if "norm" in name:

@@ -69,7 +69,7 @@ class Watched:
         with self.log.open("rb") as file:
             file.seek(max(self.log.stat().st_size - (256 << 10), 0))
             lines = file.read().decode(errors="replace").replace("\0", "").splitlines()
-        told = [line.strip() for line in lines if re.match(r"(\S*(Error|Exception|Exit)\b.*:|eaglet-capture)", line)]
+        told = [line.strip() for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)(:|$)|eaglet-capture", line)]
         return f"{told[-1][:400]} (log: {self.log})" if told else f"it was killed (log: {self.log})"
 
 

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "eaglet-"  # requests whose id starts so are captured; all others are served as without the plugin
 # Classes whose +1 depends on the ids they are given; the index they keep means what it means elsewhere.
 _CONDITIONAL = ("deepseek_v2", "glm4_moe_lite", "gpt_oss")
+_WITHOUT_RESIDUAL = ("gemma3_causal",)  # classes that capture what a layer adds, not the stream
 # Parts of weights that say which model this is: the name's end, rows, columns. eaglet reads the same of its target.
 _SAMPLED = {
     "embedding": ("embed_tokens.weight", 64, None),
@@ -245,7 +246,10 @@ def choose_streams(model: Any, layers: list[int]) -> list[int]:
     kind = type(model).__name__
     if not hasattr(model, "set_eagle3_layers_to_capture"):
         raise RuntimeError(f"eaglet-capture: SGLang's {kind} captures no hidden states (set_eagle3_layers_to_capture)")
-    model.set_eagle3_layers_to_capture(list(layers))
+    try:
+        model.set_eagle3_layers_to_capture(list(layers))
+    except IndexError:
+        raise RuntimeError(f"eaglet-capture: SGLang's {kind} cannot capture one of the layers {layers}") from None
     wanted = [layer + 1 for layer in layers]
     holders = [module for module in model.modules() if getattr(module, "layers_to_capture", None)]
     if len(holders) != 1:
@@ -261,7 +265,32 @@ def choose_streams(model: Any, layers: list[int]) -> list[int]:
     flagged = [index for index, layer in enumerate(holder.layers) if getattr(layer, "_is_layer_to_capture", False)]
     if flagged and flagged != wanted:
         raise RuntimeError(f"eaglet-capture: SGLang's {kind} marks the layers {flagged}, not {wanted}")
+    if type(holder).__module__.rsplit(".", 1)[-1] in _WITHOUT_RESIDUAL:
+        capture_sums(holder, wanted)
     return sorted(holder.layers_to_capture)
+
+
+def capture_sums(decoder: Any, streams: list[int]) -> None:
+    """Have a decoder return, in its captured tensors' place, the whole stream entering each of these layers.
+
+    SGLang's layers hand on the residual apart from what is still to be added to it; the stream is their sum.
+    """
+    kept: list[torch.Tensor] = []
+
+    def enter(module: Any, args: Any, inputs: dict[str, Any]) -> None:
+        residual = inputs["residual"]
+        kept.append(inputs["hidden_states"] if residual is None else inputs["hidden_states"] + residual)
+
+    def leave(module: Any, args: Any, output: Any) -> Any:
+        whole = list(kept)
+        kept.clear()
+        return (output[0], whole) if isinstance(output, tuple) else output
+
+    for stream in streams:
+        if stream == len(decoder.layers):
+            raise RuntimeError("eaglet-capture: the output of the last layer cannot be captured: choose a lower one")
+        decoder.layers[stream].register_forward_pre_hook(enter, with_kwargs=True)
+    decoder.register_forward_hook(leave)
 
 
 def describe(model: Any, streams: list[int]) -> dict[str, str]:
