@@ -206,6 +206,38 @@ def test_failed_audit_stops_what_stands_behind_it(project: Project) -> None:
     project.repro()
 
 
+def test_a_switched_engine_keeps_answers_and_audited_states(project: Project, sglang_python: str) -> None:
+    shipped = yaml.safe_load((project.folder / "params.yaml").read_text())
+    launch = {**shipped["engine"]["launch"], "python": sglang_python}
+    project.params(engine__name="sglang", engine__launch=launch, extract__reuse_across_engines=True)
+    output = project.repro()
+    assert computed(output) == (0, 0), output
+    assert {"generate", "extract"} <= set(ran(output)) and "train" not in ran(output)
+    assert "states of transformers/bfloat16 passed their audit" in output
+    path = project.folder / "data/prompts/knowledge.jsonl"
+    before = path.read_text()
+    path.write_text(before + json.dumps({"prompt": "Which river runs through Ulm?"}) + "\n")
+    assert computed(project.repro("audit")) == (1, 4), "by the server, and near Transformers"
+    plan = project.run("eaglet", "plan")
+    assert "L01: 0 rows to compute" in plan
+    project.params(extract__reuse_across_engines=False)
+    rows = project.metrics("tokenize")["rows"]
+    assert f"L01: {rows} rows to compute" in project.run("eaglet", "plan")
+    path.write_text(before)
+    (project.folder / "params.yaml").write_text(yaml.safe_dump(shipped))
+    assert computed(project.repro()) == (0, 0)
+
+
+def test_states_that_no_audit_passed_are_not_another_engines(project: Project) -> None:
+    project.params(audit__reference_rows=0)
+    project.repro("audit")
+    project.params(engine__name="sglang", extract__reuse_across_engines=True)
+    output = project.run("eaglet", "plan", check=False)
+    assert "no audit of them with reference rows has passed" in output
+    project.params(engine__name="transformers", extract__reuse_across_engines=False, audit__reference_rows=2)
+    project.repro()
+
+
 @pytest.fixture(scope="module")
 def s3(project: Project) -> Iterator[str]:
     """A real S3 protocol server on loopback, with a bucket."""
