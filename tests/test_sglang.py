@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -26,12 +27,14 @@ from conftest import ROOT
 from test_capture import engine_params
 from test_engine_answers import params as generate_params
 
-from eaglet import audit, layers, server, spool, target
+from eaglet import audit, files, filling, layers, server, spool, store, target
 from eaglet.engines import Answer, Refusal
 from eaglet.engines.sglang import SGLangEngine, is_normed
 from eaglet.engines.transformers import TransformersEngine
 from eaglet.errors import EagletError
 from eaglet.params import LaunchParams, UrlParams
+from eaglet.rows import Row
+from eaglet.shard import Shard
 
 NAMES = ["L01", "L14", "L26", "final"]
 CHUNKED = ("--chunked-prefill-size", "256")
@@ -136,6 +139,41 @@ def test_a_row_larger_than_the_spool_is_refused(
 
 def spool_of(proven: Any, max_bytes: int) -> Any:
     return type(proven)(**{**vars(proven), "max_bytes": max_bytes})
+
+
+def rows_of(ids: list[list[int]]) -> list[Row]:
+    return [
+        Row(str(k), "", False, True, np.array(row, np.int32), np.zeros(len(row), np.bool_), [])
+        for k, row in enumerate(ids)
+    ]
+
+
+def test_several_processes_fill_the_store(
+    rows: list[list[int]],
+    captured: dict[int, Any],
+    capturing: SGLangEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eaglet.engines.sglang._PROCESS_TOKENS", 200)
+    made = rows_of([row for index, row in enumerate(rows) if index not in (6, 7)])  # a sample is stored once
+    assert len(capturing.split(NAMES, 2000, 640)) == 2 or os.cpu_count() != 2
+    states = store.Store(store.Kind("m", capturing.numerics, "rebase-zstd", 576), NAMES)
+    groups = store.group_rows(made, 100)
+    assert len(groups) > 3
+    work = states.work(groups)
+    done = filling.compute(work, {row.sample: row for row in made}, capturing, states)
+    assert (done.rows, done.computed, done.failed) == (len(made), 4 * len(made), {})
+    assert len(done.hashes) == len(work) and not states.work(groups)
+    for group in groups:
+        for name in NAMES:
+            with Shard.open(states.path(name, group)) as opened:
+                assert files.file_sha256(opened.path) == done.hashes[opened.path]
+                for sample, _ in group.samples:
+                    index = rows.index(next(row for row in made if row.sample == sample).input_ids.tolist())
+                    bound = 0.03 if len(rows[index]) > 8 else 0.1
+                    assert audit.relative_error(opened.read(sample), captured[index][name]) < bound
 
 
 def test_sglangs_own_return_gives_the_same_values(
@@ -340,6 +378,42 @@ def test_a_server_killed_while_it_answers_is_started_anew(
     assert len(found) == len(asked) and all(isinstance(answer, Answer) for answer in found.values())
     assert serving.generation == 1
     assert "starting it anew" in capfd.readouterr().err
+
+
+def test_a_server_killed_under_several_processes_keeps_what_is_written(
+    sglang_python: str, small: target.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("eaglet.engines.sglang._PROCESS_TOKENS", 200)
+    made = rows_of([[5 + k, *range(6, 6 + k % 60)] for k in range(400)])
+    names = ["L01", "L03", "final"]
+    states = store.Store(store.Kind("m", "sglang/bfloat16", "rebase-zstd", 64), names)
+    groups = store.group_rows(made, 300)
+    engine = SGLangEngine(engine_params(name="sglang", launch=launch_params(sglang_python)), small)
+    watched = engine._prove(names).watched
+    assert watched is not None
+    shards = tmp_path / ".store/states"
+
+    def kill() -> None:
+        while len(list(shards.glob("*/*.safetensors"))) < 6:
+            time.sleep(0.01)
+        os.killpg(watched.pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    before = states.work(groups)
+    with pytest.raises(EagletError, match="the SGLang server died") as caught:
+        filling.compute(before, {row.sample: row for row in made}, engine, states)
+    assert "\n" not in str(caught.value)
+    engine.close()
+    left = states.work(groups)
+    assert 0 < len(left) < len(before), "whole groups are kept"
+    for path in shards.glob("*/*.safetensors"):
+        with Shard.open(path) as opened:
+            opened.verify()
+    again = SGLangEngine(engine_params(name="sglang", launch=launch_params(sglang_python)), small)
+    with contextlib.closing(again):
+        done = filling.compute(left, {row.sample: row for row in made}, again, states)
+    assert not states.work(groups) and done.computed < 3 * len(made)
 
 
 def by_url(url: str, folder: Path, model: target.Target) -> SGLangEngine:
