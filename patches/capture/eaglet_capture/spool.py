@@ -33,6 +33,7 @@ class Request:
     Attributes:
         rid: the request's id, and the file's name.
         length: its tokens (rows).
+        size: of the file, in bytes.
         starts: where each tensor's first byte lies in the file.
         seen: rows handed over so far.
         left: bytes not written yet.
@@ -42,6 +43,7 @@ class Request:
     length: int
     path: Path
     fd: int
+    size: int
     starts: dict[str, int]
     left: int
     seen: int = 0
@@ -81,7 +83,7 @@ class Spool:
             raise SpoolError(f"cannot write to the spool {self._folder}: {error.strerror}") from None
         with self._free:
             self._open_bytes += size
-        return Request(rid, length, path, fd, starts, size - len(header))
+        return Request(rid, length, path, fd, size, starts, size - len(header))
 
     def write(self, request: Request, tensors: Mapping[str, torch.Tensor]) -> None:
         """Hand over the next rows of each tensor, on the CPU. The file gets its name when all are written.
@@ -174,10 +176,9 @@ class Spool:
 
     def _close(self, request: Request) -> None:
         request.closed = True
-        size = os.fstat(request.fd).st_size
         os.close(request.fd)
         with self._free:
-            self._open_bytes -= size
+            self._open_bytes -= request.size
 
 
 def _header(

@@ -85,6 +85,8 @@ class SGLangEngine:
         serving = self._answering
 
         def put(index: int, context: list[int]) -> Answer | Refusal:
+            if refusal := self._outside(context):
+                return refusal
             sampling = sampling_params(params, context, self._target.end_ids)
             try:
                 reply = self._ask(serving, {"input_ids": context, "sampling_params": sampling}, revive=True)
@@ -101,19 +103,17 @@ class SGLangEngine:
         proven = self._prove(streams)
         serving = Server(proven.url, watched=proven.watched)
         room = self._spool = Spool(proven.spool, proven.max_bytes)
-        vocabulary = self._target.fingerprint.vocab_size
 
         def put(index: int, ids: list[int]) -> Used | Refusal:
-            if not 0 <= min(ids) <= max(ids) < vocabulary:  # it would kill the server
-                return Refusal(f"it holds a token id outside the vocabulary of {vocabulary:,}")
-            rid = ""
+            if refusal := self._outside(ids):
+                return refusal
             try:
                 with room.reserve(len(ids) * proven.token_bytes):
                     rid, captured = self._capture(serving, room, ids)
-                    if problem := captured.fault(ids):
-                        return Refusal(problem)
-                    states = {name: v.to(torch.bfloat16) for name, v in captured.streams(streams).items()}
                     try:
+                        if problem := captured.fault(ids):
+                            return Refusal(problem)
+                        states = {name: v.to(torch.bfloat16) for name, v in captured.streams(streams).items()}
                         with self._cores:  # more threads at work than cores would only be in each other's way
                             return use(index, states)
                     finally:
@@ -124,6 +124,13 @@ class SGLangEngine:
                 return Refusal(str(error))
 
         yield from self._together(rows, put)
+
+    def _outside(self, ids: Sequence[int]) -> Refusal | None:
+        """A refusal of ids that the server would die of."""
+        vocabulary = self._target.fingerprint.vocab_size
+        if 0 <= min(ids) <= max(ids) < vocabulary:
+            return None
+        return Refusal(f"it holds a token id outside the vocabulary of {vocabulary:,}")
 
     def split(self, streams: Sequence[str], tokens: int, longest: int) -> list[Callable[[], Engine]]:
         """See `Engine.split`: each process has a share of the concurrency and of the spool."""
@@ -263,11 +270,13 @@ class SGLangEngine:
                 f"target {self._target.fingerprint.name} ({self._target.fingerprint.architecture}): serve that one, "
                 f"with --served-model-name {self._target.fingerprint.name} if its folder is named otherwise"
             )
-        own = getattr(self._target.config, "quantization_config", None)
+        config = self._target.config
+        plain = getattr(config, "quantization_config", None) is None
+        native = str(getattr(config, "dtype", None)).removeprefix("torch.")  # what "auto" comes to
         for name, wanted in {
-            "dtype": ("auto", self._target.dtype),
+            "dtype": (self._target.dtype, *(["auto"] if native == self._target.dtype else [])),
             "kv_cache_dtype": ("auto", self._target.dtype),
-            "quantization": (None,) if own is None else (None, args.get("quantization")),
+            "quantization": (None,) if plain else (None, args.get("quantization")),
         }.items():
             if args.get(name) not in wanted:
                 raise EagletError(
