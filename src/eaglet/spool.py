@@ -97,7 +97,7 @@ class Spool:
         if size > self.max_bytes:
             raise SpoolError(
                 f"it takes {human_bytes(size)} of the spool, which may hold {human_bytes(self.max_bytes)}: "
-                "raise engine.spool_gib"
+                "raise engine.spool_gib, or name a folder with more room in engine.spool"
             )
         with self._changed:
             self._changed.wait_for(lambda: self._used + size <= self.max_bytes)
