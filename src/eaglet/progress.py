@@ -20,6 +20,7 @@ class Progress:
         self._status = status
         self._rows = self._tokens = self._bytes = 0
         self._start = time.monotonic()
+        self._first: tuple[float, int] | None = None  # when the first rows were done, and their tokens
         self._shown = 0.0
         self._live = sys.stderr.isatty()
 
@@ -29,21 +30,26 @@ class Progress:
         self._tokens += tokens
         self._bytes += size
         now = time.monotonic()
+        if self._first is None and tokens:
+            self._first = now, tokens
         if self._live and now - self._shown > _EVERY:
             self._shown = now
             sys.stderr.write(f"\r\033[K{self._line(now)}")
             sys.stderr.flush()
 
     def _line(self, now: float) -> str:
-        rate = self._tokens / max(now - self._start, 1e-9)
         parts = [f"{self._label}: {self._rows:,}/{self._total_rows:,} rows", f"{self._tokens:,} tokens"]
-        parts.append(f"{rate:,.0f} tok/s")
+        # From the first rows on: before them a server or a model had to start.
+        since, before = self._first or (now, 0)
+        rate = (self._tokens - before) / max(now - since, 1e-9)
+        if rate:
+            parts.append(f"{rate:,.0f} tok/s")
         if self._bytes:
-            seconds = max(now - self._start, 1e-9)
-            parts.append(f"{human_bytes(self._bytes)} written, {self._bytes / seconds / 1e9:.2f} GB/s")
+            seconds = max(now - since, 1e-9)
+            parts.append(f"{human_bytes(self._bytes)} written, {self._bytes / seconds / 1e9:.3g} GB/s")
         if status := self._status():
             parts.append(status)
-        if 0 < self._tokens < self._total_tokens:
+        if rate and self._tokens < self._total_tokens:
             parts.append(f"{(self._total_tokens - self._tokens) / rate:,.0f} s left")
         return " · ".join(parts)
 
