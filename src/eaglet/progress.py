@@ -45,8 +45,9 @@ class Progress:
         if rate:
             parts.append(f"{rate:,.0f} tok/s")
         if self._bytes:
-            seconds = max(now - since, 1e-9)
-            parts.append(f"{human_bytes(self._bytes)} written, {self._bytes / seconds / 1e9:.3g} GB/s")
+            parts.append(f"{human_bytes(self._bytes)} written")
+            if rate:
+                parts.append(f"{self._bytes / (now - since) / 1e9:.3g} GB/s")
         if status := self._status():
             parts.append(status)
         if rate and self._tokens < self._total_tokens:
