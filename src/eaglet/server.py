@@ -326,5 +326,5 @@ def _message(response: requests.Response) -> str:
 def _plain(error: Exception) -> str:
     """The root of a connection error, without the library's own wrapping."""
     text = " ".join(str(error).split())
-    match = re.search(r"\[Errno -?\d+\] [^')]+|Remote end closed connection|[Tt]imed out", text)
+    match = re.search(r"\[Errno -?\d+\] [^'\")]+|Remote end closed connection|[Tt]imed out", text)
     return match[0] if match else f"{type(error).__name__}: {text[:200]}"
