@@ -127,15 +127,14 @@ def test_decoding_is_what_training_unrolled() -> None:
     ids = w.others[0].input_ids.tolist()
     aux = w.others[0].aux
     for last in (5, 14, 22):
-        features = drafter.fuse(aux[: last + 1])[None]
-        context = acceptance._extend(drafter, None, features[:, :3], ids[1:4])  # in two pieces, as when decoding
-        context = acceptance._extend(drafter, context, features[:, 3:], ids[4 : last + 2])
-        drafted, served = acceptance.draft(drafter, w.vocab, features[:, -1:], ids[last + 1], context, steps=STEPS)
-        taught = torch.tensor([ids[: last + 2] + drafted])
-        padding = torch.zeros(1, taught.shape[1] - last - 1, 3 * H)
-        rows = torch.arange(last + 1)[None]
-        unrolled = ttt.forward(drafter, taught, torch.cat([aux[None, : last + 1], padding], 1), rows, STEPS)
-        for one, two in zip(served, unrolled, strict=True):
-            torch.testing.assert_close(one[0, 0], two[0, last], rtol=1e-4, atol=1e-4)
-        logits: Tensor = ttt.logits(drafter, taught[0], torch.cat([aux[: last + 1], padding[0]]), STEPS)
+        features = drafter.fuse(aux[: last + 1])
+        context = acceptance._extend(drafter, None, features[:3], ids[1:4])  # in two pieces, as when decoding
+        context = acceptance._extend(drafter, context, features[3:], ids[4 : last + 2])
+        drafted, served = acceptance.draft(drafter, w.vocab, features[-1:], ids[last + 1], context, steps=STEPS)
+        taught = torch.tensor(ids[: last + 2] + drafted)
+        padded = torch.cat([aux[: last + 1], torch.zeros(len(taught) - last - 1, 3 * H)])
+        layout = ttt.Layout.of([taught], [torch.arange(len(taught)) == last], STEPS)
+        for one, two in zip(served, ttt.forward(drafter, layout, padded), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
+        logits: Tensor = ttt.logits(drafter, taught, padded, STEPS)
         assert w.vocab.target_ids[logits[:, last].argmax(-1)].tolist() == drafted

@@ -76,13 +76,14 @@ def test_faults_of_single_rows() -> None:
     assert audit.faults(short, LENGTH) == ["L02: 20 rows for 24 tokens (prefix rows missing?)"]
 
 
-def test_agreement_counts_answer_tokens_only() -> None:
+def test_choices_are_the_heads_argmax(monkeypatch: pytest.MonkeyPatch) -> None:
     head = torch.eye(4)  # the state of token i says i is next
-    ids = torch.tensor([0, 1, 2, 3, 0])
-    final = torch.nn.functional.one_hot(torch.tensor([1, 2, 0, 0, 0]), 4).bfloat16()
-    mask = torch.tensor([True, False, True, True, True])
-    # The mask's first token has no state before it; of 2, 3, 0 at positions 2–4 the states say 2, 0, 0.
-    assert audit.agreement(final, head, ids, mask) == (2, 3)
+    said = torch.tensor([1, 2, 0, 3, 0])
+    final = torch.nn.functional.one_hot(said, 4).bfloat16()
+    for rows in (1, 2, 5, 9):
+        monkeypatch.setattr(audit, "_ROWS_AT_ONCE", rows)
+        assert torch.equal(audit.choices(final, head), said)
+    assert audit.choices(final[:0], head).tolist() == []
 
 
 def test_moments_by_hand() -> None:

@@ -12,7 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from eaglet import draft_vocab, layers
 from eaglet import drafter as drafters
-from eaglet.drafter import Drafter, DrafterConfig, KeyValues
+from eaglet.attention import Segments
+from eaglet.drafter import Drafter, DrafterConfig
 from eaglet.errors import EagletError
 
 TARGET = LlamaConfig(
@@ -105,7 +106,8 @@ def test_rope_is_transformers(rope: dict[str, Any]) -> None:
     positions = torch.tensor([[0, 3, 9, 40, 63], [1, 1, 2, 30, 31]])
     cos, sin = LlamaRotaryEmbedding(target)(x, positions)
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
-    torch.testing.assert_close(drafter._rotate(x, positions), expected)
+    for one, places, wanted in zip(x.transpose(1, 2), positions, expected.transpose(1, 2), strict=True):
+        torch.testing.assert_close(drafter._rotate(one, places), wanted)
     kept = drafter.to(torch.bfloat16)
     assert kept.frequencies.dtype == torch.float32
 
@@ -114,65 +116,35 @@ def test_step_is_the_formula() -> None:
     """Step 0 of one row at position 0: attention over one key is its value."""
     drafter = make()
     layer = drafter.midlayer
-    aux, token = torch.randn(1, 1, 48), torch.tensor([[7]])
+    aux, token, position = torch.randn(1, 48), torch.tensor([7]), torch.tensor([0])
 
     def rms(x: torch.Tensor) -> torch.Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
     g = aux @ drafter.fc.weight.T
-    u = torch.cat([rms(drafter.embedding[7])[None, None], rms(g)], -1)
+    u = torch.cat([rms(drafter.embedding[7])[None], rms(g)], -1)
     value = (u @ layer.self_attn.v_proj.weight.T).view(2, 6)
-    mixed = value.repeat_interleave(2, 0).view(1, 1, 24)  # query heads 0, 1 use key head 0; 2, 3 head 1
+    mixed = value.repeat_interleave(2, 0).view(1, 24)  # query heads 0, 1 use key head 0; 2, 3 head 1
     y = g + mixed @ layer.self_attn.o_proj.weight.T
     n = rms(y)
     gate, up = n @ layer.mlp.gate_proj.weight.T, n @ layer.mlp.up_proj.weight.T
     expected = y + (gate * torch.sigmoid(gate) * up) @ layer.mlp.down_proj.weight.T
 
     features = drafter.fuse(aux)
-    context = drafter.context(features, token)
-    actual, own = drafter.step(0, features, token, torch.tensor([[0]]), context)
+    context = drafter.context(features, token, position)
+    actual, own = drafter.step(0, features, token, position, context, Segments.of([1], [1]))
     torch.testing.assert_close(actual, expected)
-    assert own.keys.shape == (1, 2, 1, 0, 6)
+    assert own is None
     torch.testing.assert_close(drafter.logits(actual), rms(expected) @ drafter.lm_head.weight.T)
 
 
 def test_context_grows_in_pieces() -> None:
     drafter = make()
-    features, tokens = torch.randn(1, 5, 16), torch.tensor([[1, 2, 3, 4, 5]])
-    whole = drafter.context(features, tokens)
-    first = drafter.context(features[:, :2], tokens[:, :2])
-    second = drafter.context(features[:, 2:], tokens[:, 2:], start=2)
-    for all_at_once, one, two in zip(whole, first, second, strict=True):
-        torch.testing.assert_close(all_at_once, torch.cat([one, two], 2))
-
-
-@pytest.mark.parametrize("k", [0, 1, 3])
-def test_attention_is_the_dense_mask(k: int) -> None:
-    """Against torch's own attention over all keys of all steps, values and gradients."""
-    torch.manual_seed(k)
-    batch, heads, kv, length, size = 2, 4, 2, 5, 6
-    q = torch.randn(batch, heads, length, size, dtype=torch.float64, requires_grad=True)
-    keys, values = (
-        torch.randn(k + 1, batch, kv, length, size, dtype=torch.float64, requires_grad=True) for _ in range(2)
-    )
-    rows = torch.arange(length).expand(batch, -1)
-    own = KeyValues(keys[1:].permute(1, 2, 3, 0, 4), values[1:].permute(1, 2, 3, 0, 4))
-    sparse = drafters.attention(q, KeyValues(keys[0], values[0]), own, rows)
-
-    causal, diagonal = torch.ones(length, length).tril().bool(), torch.eye(length).bool()
-    mask = torch.cat([causal, *[diagonal] * k], 1)  # [T, (k+1)·T]
-    flat_keys, flat_values = (x.permute(1, 2, 0, 3, 4).reshape(batch, kv, -1, size) for x in (keys, values))
-    dense = torch.nn.functional.scaled_dot_product_attention(q, flat_keys, flat_values, attn_mask=mask, enable_gqa=True)
-    dense = dense.transpose(1, 2).reshape(batch, length, -1)
-    torch.testing.assert_close(sparse, dense)
-
-    weight = torch.randn_like(sparse)
-    for one, two in zip(
-        torch.autograd.grad((sparse * weight).sum(), (q, keys, values)),
-        torch.autograd.grad((dense * weight).sum(), (q, keys, values)),
-        strict=True,
-    ):
-        torch.testing.assert_close(one, two)
+    features, tokens, places = torch.randn(5, 16), torch.tensor([1, 2, 3, 4, 5]), torch.arange(5)
+    whole = drafter.context(features, tokens, places)
+    parts = [drafter.context(features[some], tokens[some], places[some]) for some in (slice(0, 2), slice(2, 5))]
+    for all_at_once, one, two in zip(whole, *parts, strict=True):
+        torch.testing.assert_close(all_at_once, torch.cat([one, two]))
 
 
 def test_checkpoint_is_what_sglang_reads(tmp_path: Path) -> None:

@@ -92,24 +92,24 @@ def test_logits_of_every_row_and_step(case: dict[str, torch.Tensor], drafter: Dr
 
 def test_loss_and_gradients(case: dict[str, torch.Tensor], drafter: Drafter) -> None:
     vocab = draft_vocab.DraftVocabulary(case["d2t"], case["t2d"])
-    batch = ttt.Batch(
-        input_ids=case["input_ids"][None],
-        span_ids=torch.ones(1, LENGTH, dtype=torch.int64),
-        aux=case["aux"][None],
-        final=case["final"][None],
-        choice=ttt.teacher_choice(case["final"], case["head.weight"])[None],
+    document = ttt.Document(
+        input_ids=case["input_ids"],
+        span_ids=torch.ones(LENGTH, dtype=torch.int64),
+        choice=ttt.teacher_choice(case["final"], case["head.weight"]),
+        streams=case["aux"].chunk(3, 1),
+        final=case["final"],
     )
-    sums = ttt.sums(
-        drafter, batch, case["head.weight"][vocab.target_ids], vocab, steps=STEPS, out_of_vocab="renormalise"
-    )
+    batch = ttt.pack([document], case["t2d"], steps=STEPS, out_of_vocab="renormalise")
+    loss_rows = torch.bincount(batch.loss_step)
+    sums = ttt.sums(drafter, batch, case["head.weight"][vocab.target_ids], vocab, ttt.loss_weights(loss_rows, 1.0))
     counted = case["their counted"].bool()
-    assert sums.loss_rows.tolist() == counted.sum(1).tolist() == [LENGTH - 2 - k for k in range(STEPS)]
+    assert loss_rows.tolist() == counted.sum(1).tolist() == [LENGTH - 2 - k for k in range(STEPS)]
     probabilities = case["their target_probs"]
     entropy = -(probabilities * probabilities.clamp_min(1e-30).log()).sum(-1)
     for k in range(STEPS):
         theirs = case["their kl"][k][counted[k]].sum() + entropy[k][counted[k]].sum()
-        torch.testing.assert_close(sums.loss[k].detach(), theirs, rtol=1e-5, atol=1e-4)
-    (sums.loss / sums.loss_rows).sum().backward()
+        torch.testing.assert_close(sums.losses[k].detach(), theirs, rtol=1e-5, atol=1e-4)
+    sums.loss.backward()
     for name, weight in drafter.named_parameters():
         theirs = case[f"their grad.{name}"]
         assert weight.grad is not None

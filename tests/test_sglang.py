@@ -1,9 +1,11 @@
 """The real SGLang server on a CPU, with the capture plugin, against plain Transformers and SGLang's own return.
 
-One server serves as many tests as it can: a start takes half a minute. Tests run in order.
+One server serves as many tests as it can, and ends before the next one starts: a start takes 20 s, and an idle server
+keeps a core busy. Tests run in order.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -11,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -27,7 +30,8 @@ from conftest import ROOT
 from test_capture import engine_params
 from test_engine_answers import params as generate_params
 
-from eaglet import audit, files, filling, layers, server, spool, store, target
+from eaglet import audit, files, filling, layers, server, store, target
+from eaglet.acceptance import greedy
 from eaglet.engines import Answer, Refusal
 from eaglet.engines.sglang import SGLangEngine, is_normed
 from eaglet.engines.transformers import TransformersEngine
@@ -54,12 +58,17 @@ def rows(tokenizer: Any) -> list[list[int]]:
     text = tokenizer((ROOT / "docs/design.md").read_text() + (ROOT / "README.md").read_text())["input_ids"]
     found = [text[at : at + length] for at, length in ((0, 1), (5, 9), (40, 33), (90, 128), (300, 257), (700, 640))]
     found += [found[3], found[4], found[3][:100], found[3][:50] + found[2], found[5][:300]]
-    return found
+    return [*found, text[2:3], text[7:9], text[1500:2200]]
 
 
 @pytest.fixture(scope="module")
-def references(rows: list[list[int]], smollm2_target: MakeTarget) -> list[audit.Reference]:
-    network = smollm2_target("bfloat16").model()
+def network(smollm2_target: MakeTarget) -> Any:
+    """SmolLM2 in float32: in bfloat16, Transformers' own rounding moves a row of one token by 3 %."""
+    return smollm2_target("float32").model()
+
+
+@pytest.fixture(scope="module")
+def references(rows: list[list[int]], network: Any) -> list[audit.Reference]:
     return [audit.reference(network, row) for row in rows]
 
 
@@ -81,9 +90,17 @@ def capturing(sglang_python: str, smollm2_target: MakeTarget) -> Iterator[SGLang
 
 @pytest.fixture(scope="module")
 def captured(capturing: SGLangEngine, rows: list[list[int]]) -> dict[int, Any]:
-    """All rows in one pass, between them three that cannot be computed."""
+    """All rows in one pass, with three that cannot be computed."""
     bad = [[5] * 9000, [5, 99999999, 5], [5, -1]]
     return dict(capturing.prefill(iter([*rows, *bad]), NAMES, copied))
+
+
+@pytest.fixture(scope="module")
+def alone(capturing: SGLangEngine, captured: dict[int, Any], rows: list[list[int]]) -> dict[int, Any]:
+    """The same rows, one at a time."""
+    assert captured
+    one = SGLangEngine(engine_params(concurrency=1), capturing._target, capturing._proven)
+    return dict(one.prefill(iter(rows), NAMES, copied))
 
 
 def test_bfloat16_is_the_right_layer_and_not_its_neighbours(
@@ -91,10 +108,10 @@ def test_bfloat16_is_the_right_layer_and_not_its_neighbours(
 ) -> None:
     for index, row in enumerate(rows):
         for name in NAMES:
-            # A first token is an attention sink: its huge norm hardly changes from layer to layer, and what is left
-            # of it behind the final norm is mostly rounding. float32 (below) is exact there too.
-            bounds = (0.03, 5.0) if len(row) > 8 else (0.1, 1.0)
-            seen = audit.compare(name, captured[index][name], references[index], *bounds)
+            # A first token is an attention sink: its huge norm hardly changes from layer to layer, so that a row of
+            # few tokens is near its neighbours too. float32 (below) tells them apart.
+            ratio = 5.0 if len(row) >= 8 else 0.0
+            seen = audit.compare(name, captured[index][name], references[index], 0.03, ratio)
             assert captured[index][name].dtype == torch.bfloat16
             assert seen.looks_like is None, (index, len(row), name, seen)
 
@@ -103,7 +120,7 @@ def test_repeats_and_prefixes_are_whole_and_agree(rows: list[list[int]], capture
     for one, other in ((3, 6), (4, 7), (3, 8), (5, 10)):
         length = min(len(rows[one]), len(rows[other]))
         for name in NAMES:
-            assert audit.relative_error(captured[one][name][:length], captured[other][name][:length]) < 0.03
+            assert audit.relative_error(captured[one][name][:length], captured[other][name][:length]) < 0.02
 
 
 def test_both_engines_agree(rows: list[list[int]], captured: dict[int, Any], smollm2_target: MakeTarget) -> None:
@@ -111,7 +128,7 @@ def test_both_engines_agree(rows: list[list[int]], captured: dict[int, Any], smo
     for index, states in engine.prefill(rows, NAMES, copied):
         assert not isinstance(states, Refusal)
         for name in NAMES:
-            bound = 0.03 if len(rows[index]) > 8 else 0.1
+            bound = 0.03 if len(rows[index]) >= 8 else 0.1  # rounding of both, see `network`
             assert audit.relative_error(captured[index][name], states[name]) < bound, (index, name)
 
 
@@ -172,32 +189,49 @@ def test_several_processes_fill_the_store(
                 assert files.file_sha256(opened.path) == done.hashes[opened.path]
                 for sample, _ in group.samples:
                     index = rows.index(next(row for row in made if row.sample == sample).input_ids.tolist())
-                    bound = 0.03 if len(rows[index]) > 8 else 0.1
+                    bound = 0.03 if len(rows[index]) >= 8 else 0.1
                     assert audit.relative_error(opened.read(sample), captured[index][name]) < bound
 
 
-def test_sglangs_own_return_gives_the_same_values(
-    rows: list[list[int]], captured: dict[int, Any], sglang_python: str, smollm2: Path
+def test_a_server_killed_on_the_way_ends_the_pass_in_one_line(
+    rows: list[list[int]], captured: dict[int, Any], alone: dict[int, Any], capturing: SGLangEngine
 ) -> None:
-    """0.5.23 returns these streams itself, as JSON: the same kernels, none of the plugin."""
+    assert len(alone) == len(rows)  # the next test's, while this server lives
+    assert capturing._proven is not None and capturing._proven.watched is not None
+    many = [row for _ in range(20) for row in rows]
+    seen = 0
+    with pytest.raises(EagletError, match="the SGLang server died") as caught:
+        for index, states in capturing.prefill(many, NAMES, copied):
+            seen += 1
+            assert audit.relative_error(states["final"], captured[index % len(rows)]["final"]) < 0.03  # type: ignore[index]
+            if seen == 5:
+                os.killpg(capturing._proven.watched.pid, signal.SIGKILL)
+    assert "\n" not in str(caught.value) and "dvc repro" in str(caught.value)
+    assert 5 <= seen < len(many)
+
+
+def test_sglangs_own_return_gives_the_same_values(
+    rows: list[list[int]], alone: dict[int, Any], sglang_python: str, smollm2: Path
+) -> None:
+    """0.5.23 returns these streams itself, as JSON: the same kernels on the same batches, none of the plugin.
+
+    So a row that is alone in its batches has the same bits. Of a row in chunks SGLang returns the last one only.
+    """
     command = [sglang_python, "-m", "sglang.launch_server", "--model-path", str(smollm2), "--skip-tokenizer-init"]
     command += ["--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"]
-    command += ["--grammar-backend", "none", "--disable-radix-cache", "--max-total-tokens", "8192"]
+    command += ["--grammar-backend", "none", "--disable-radix-cache", "--max-total-tokens", "16384", *CHUNKED]
     command += ["--dtype", "bfloat16", "--enable-return-aux-hidden-states", "--speculative-algorithm", "EAGLE3"]
     command += ["--return-aux-hidden-state-layer-ids", "1", "14", "26"]
     command += ["--cuda-graph-backend-decode=disabled", "--cuda-graph-backend-prefill=disabled"]
     with running(command) as url:
-        for index in (1, 3, 4):
-            body = {
-                "input_ids": rows[index],
-                "sampling_params": {"max_new_tokens": 1, "temperature": 0},
-                "return_hidden_states": True,
-            }
-            answer = post(url, body)
-            found = torch.tensor(answer["meta_info"]["hidden_states"][0])
+        for index, row in enumerate(rows):
+            body = {"input_ids": row, "sampling_params": {"max_new_tokens": 1}, "return_hidden_states": True}
+            found = torch.tensor(post(url, body)["meta_info"]["hidden_states"][0])
+            assert len(found) == (len(row) - 1) % 256 + 1
             for place, name in enumerate(NAMES[:3]):
-                theirs = found[: len(rows[index]), place * 576 : (place + 1) * 576]
-                assert audit.relative_error(captured[index][name], theirs) < 0.02, (index, name)
+                theirs = found[:, place * 576 : (place + 1) * 576]
+                ours = alone[index][name][-len(found) :]
+                assert torch.equal(ours.float(), theirs), (index, name, audit.relative_error(ours, theirs))
 
 
 @contextlib.contextmanager
@@ -235,71 +269,50 @@ def post(url: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-def test_a_server_killed_on_the_way_ends_the_pass_in_one_line(
-    rows: list[list[int]], captured: dict[int, Any], capturing: SGLangEngine
+def test_float32_is_exact(
+    rows: list[list[int]], references: list[audit.Reference], sglang_python: str, smollm2_target: MakeTarget
 ) -> None:
-    assert capturing._proven is not None and capturing._proven.watched is not None
-    many = [row for _ in range(20) for row in rows]
-    seen = 0
-    with pytest.raises(EagletError, match="the SGLang server died") as caught:
-        for index, states in capturing.prefill(many, NAMES, copied):
-            seen += 1
-            assert audit.relative_error(states["final"], captured[index % len(rows)]["final"]) < 0.03  # type: ignore[index]
-            if seen == 5:
-                os.killpg(capturing._proven.watched.pid, signal.SIGKILL)
-    assert "\n" not in str(caught.value) and "dvc repro" in str(caught.value)
-    assert 5 <= seen < len(many)
-
-
-def test_float32_is_exact(rows: list[list[int]], sglang_python: str, smollm2_target: MakeTarget) -> None:
     """The server's own float32, before it is stored as bfloat16: rounding is no excuse here."""
-    compare_float32(rows, NAMES, smollm2_target("float32"), launch_params(sglang_python, *CHUNKED))
+    launch = launch_params(sglang_python, *CHUNKED)
+    engine = SGLangEngine(engine_params(name="sglang", launch=launch), smollm2_target("float32"))
+    compare_raw(engine, NAMES, rows, references, 1e-4)
 
 
-def test_float32_is_exact_over_two_ranks(rows: list[list[int]], sglang_python: str, small: target.Target) -> None:
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-4), ("bfloat16", 0.03)])
+def test_two_ranks_give_whole_rows(
+    dtype: str, bound: float, rows: list[list[int]], sglang_python: str, small: target.Target
+) -> None:
     """TP = 2: SmolLM2 has nine heads, which two ranks cannot share; the small model has four."""
-    model = target.Target(small.folder, small.fingerprint, "float32")
+    launch = launch_params(sglang_python, *CHUNKED, tp=2)
+    model = target.Target(small.folder, small.fingerprint, dtype)
     short = [row[:400] for row in rows]  # it reads 512 positions
-    compare_float32(short, ["L01", "L03", "L06", "final"], model, launch_params(sglang_python, *CHUNKED, tp=2))
+    exact = target.Target(small.folder, small.fingerprint, "float32").model()
+    references = [audit.reference(exact, row) for row in short]
+    engine = SGLangEngine(engine_params(name="sglang", launch=launch), model)
+    compare_raw(engine, ["L01", "L03", "L06", "final"], short, references, bound)
 
 
-def compare_float32(rows: list[list[int]], names: list[str], model: target.Target, launch: LaunchParams) -> None:
-    """Concurrent requests in chunks, against Transformers: 1e-4 at the right layer."""
-    network = model.model()
-    captured_layers = [layers.layer_of(name) for name in names if name != "final"]
-    with contextlib.ExitStack() as opened:
-        folder = opened.enter_context(spool.own_folder(Path.cwd() / "spool"))
-        environment = {
-            "EAGLET_CAPTURE_SPOOL": str(folder),
-            "EAGLET_CAPTURE_LAYERS": ",".join(map(str, captured_layers)),
-        }
-        serving = server.launch(launch, model, environment)
-        opened.callback(serving.stop)
-        serving.start()
-        room = spool.Spool(folder, 1 << 30)
-
-        def put(numbered: tuple[int, list[int]]) -> spool.Captured:
-            rid = f"eaglet-{numbered[0]}"
-            body = {"input_ids": numbered[1], "rid": rid, "return_hidden_states": True}
-            serving.post("/generate", body | {"sampling_params": {"max_new_tokens": 1}})
-            return room.take(rid)
-
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(put, enumerate(rows)))
-        for row, one in zip(rows, found, strict=True):
-            truth = audit.reference(network, row)
+def compare_raw(
+    engine: SGLangEngine, names: list[str], rows: list[list[int]], references: list[audit.Reference], bound: float
+) -> None:
+    """Concurrent requests in chunks, as the server wrote them, against Transformers in float32."""
+    with contextlib.closing(engine):
+        serving, room = engine._serve_capture(names)
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(lambda row: engine._capture(serving, room, row)[1], rows))
+        for row, one, truth in zip(rows, found, references, strict=True):
             assert one.fault(row) is None
-            assert one.final.dtype == torch.float32
-            assert one.layers == captured_layers
+            assert str(one.final.dtype) == f"torch.{engine._target.dtype}"
+            assert one.layers == [layers.layer_of(name) for name in names[:-1]]
             for name, values in one.streams(names).items():
-                right = truth.final if name == "final" else truth.outputs[layers.layer_of(name)]
-                assert audit.relative_error(values, right) < 1e-4, (len(row), name)
+                seen = audit.compare(name, values, truth, bound, 5.0 if len(row) >= 8 else 1.0)
+                assert seen.looks_like is None, (len(row), name, seen)
 
 
 @pytest.fixture(scope="module")
 def answering(sglang_python: str, smollm2_target: MakeTarget) -> Iterator[SGLangEngine]:
     launch = launch_params(sglang_python)
-    engine = SGLangEngine(engine_params(name="sglang", launch=launch), smollm2_target("bfloat16"))
+    engine = SGLangEngine(engine_params(name="sglang", launch=launch), smollm2_target("float32"))
     yield engine
     engine.close()
 
@@ -307,6 +320,7 @@ def answering(sglang_python: str, smollm2_target: MakeTarget) -> Iterator[SGLang
 @pytest.fixture(scope="module")
 def contexts(tokenizer: Any) -> list[list[int]]:
     asked = ["What is 2 + 2?", "Say hello.", "Name three colours.", "Write a haiku about rain.", "Who wrote Hamlet?"]
+    asked += ["Reply with one word: yes or no?"]
     found = [
         tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True)["input_ids"]
         for text in asked
@@ -315,44 +329,61 @@ def contexts(tokenizer: Any) -> list[list[int]]:
 
 
 def test_greedy_answers_are_the_targets_and_keep_their_end(
-    answering: SGLangEngine, contexts: list[list[int]], smollm2_target: MakeTarget
+    answering: SGLangEngine, contexts: list[list[int]], network: Any
 ) -> None:
-    model = smollm2_target("bfloat16")
-    network, limit = model.model(), 24
+    """In float32 the two best logits of these prompts are 0.02 apart at least: no ties."""
+    ends, limit = answering._target.end_ids, 16
     found = dict(answering.answer(contexts, generate_params(max_new_tokens=limit)))
-    assert sorted(found) == list(range(len(contexts)))
-    hits = total = 0
-    reasons = set()
-    for index, answer in found.items():
-        assert isinstance(answer, Answer)
-        reasons.add(answer.finish_reason)
-        ends = [token in model.end_ids for token in answer.answer_ids]
-        if answer.finish_reason == "stop":
-            assert ends[-1] and not any(ends[:-1])
-        else:
-            assert len(answer.answer_ids) == limit and not any(ends)
+    for index, context in enumerate(contexts):
         with torch.inference_mode():
-            logits = network(torch.tensor([contexts[index] + answer.answer_ids])).logits[0]
-        best = logits[len(contexts[index]) - 1 : -1].argmax(1)
-        hits += int((best == torch.tensor(answer.answer_ids)).sum())
-        total += len(answer.answer_ids)
-    assert reasons == {"stop", "length"}, "the prompts are chosen for both"
-    assert hits >= 0.95 * total, "the two best logits tie at more than 1 % of positions in bfloat16"
+            own = greedy(network, context, limit, ends)
+        assert found[index] == Answer(own, "stop" if own[-1] in ends else "length")
+    reasons = [answer.finish_reason for answer in found.values() if isinstance(answer, Answer)]
+    assert set(reasons) == {"stop", "length"}, "the prompts are chosen for both"
 
 
-def test_sampled_answers_follow_their_seed(answering: SGLangEngine, contexts: list[list[int]]) -> None:
-    def sampled(seed: int) -> dict[int, Answer | Refusal]:
-        return dict(answering.answer(contexts, generate_params(max_new_tokens=12, temperature=1.0, seed=seed)))
+def test_special_tokens_are_kept(answering: SGLangEngine, tokenizer: Any) -> None:
+    """A control token within an answer, as <think> is on other targets: it goes on behind it."""
+    context = tokenizer("x<|im_start|>" * 8)["input_ids"]
+    answer = dict(answering.answer([context], generate_params(max_new_tokens=16)))[0]
+    assert isinstance(answer, Answer)
+    assert tokenizer.convert_tokens_to_ids("<|im_start|>") in answer.answer_ids[:-1]
+    assert len(answer.answer_ids) == 16
 
-    one = sampled(1)
-    assert one != sampled(2)
-    assert all(isinstance(answer, Answer) for answer in one.values())
+
+def test_samples_follow_the_softmax(answering: SGLangEngine, contexts: list[list[int]], network: Any) -> None:
+    """First tokens of one context under 150 seeds against the model's own probabilities; one choice is greedy."""
+    with torch.inference_mode():
+        expected = (network(torch.tensor(contexts[:1])).logits[0, -1] / 1.5).softmax(0)
+    drawn = torch.zeros_like(expected)
+    for seed in range(150):
+        sampling = generate_params(max_new_tokens=1, temperature=1.5, seed=seed)
+        answer = dict(answering.answer(contexts[:1], sampling))[0]
+        assert isinstance(answer, Answer)
+        drawn[answer.answer_ids[0]] += 1
+    top = expected.topk(5).indices
+    error = (drawn[top] / 150 - expected[top]).abs()
+    assert (error < 4.5 * (expected[top] * (1 - expected[top]) / 150).sqrt() + 1e-3).all()
+    plain = dict(answering.answer(contexts, generate_params(max_new_tokens=8)))
+    for one_choice in ({"top_k": 1}, {"top_p": 1e-6}):
+        sampling = generate_params(max_new_tokens=8, temperature=1.0, **one_choice)
+        assert dict(answering.answer(contexts, sampling)) == plain
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="SGLang reads sampling_seed only with --enable-deterministic-inference, which has no attention on a CPU",
+)
+def test_a_seed_gives_the_same_samples(answering: SGLangEngine, contexts: list[list[int]]) -> None:
+    sampling = generate_params(max_new_tokens=16, temperature=0.8, seed=1)
+    assert dict(answering.answer(contexts, sampling)) == dict(answering.answer(contexts, sampling))
 
 
 def test_a_prompt_too_long_is_refused(answering: SGLangEngine, contexts: list[list[int]]) -> None:
-    found = dict(answering.answer([[5] * 9000, contexts[0]], generate_params(max_new_tokens=4)))
-    refused = found[0]
-    assert isinstance(refused, Refusal) and "9000 tokens" in refused.reason
+    found = dict(answering.answer([[5] * 9000, contexts[0], [5] * 8190], generate_params(max_new_tokens=4)))
+    long, full = found[0], found[2]
+    assert isinstance(long, Refusal) and "9000 tokens" in long.reason
+    assert isinstance(full, Refusal) and "8192" in full.reason, "no room for the answer"
     assert isinstance(found[1], Answer)
 
 
@@ -362,7 +393,7 @@ def test_a_server_that_does_not_capture_is_named(
     assert list(answering.answer(contexts[:1], generate_params(max_new_tokens=2)))
     serving = answering._answering
     assert serving is not None
-    engine = by_url(serving.url, tmp_path, smollm2_target("bfloat16"))
+    engine = by_url(serving.url, tmp_path, smollm2_target("float32"))
     with pytest.raises(EagletError, match=r"does not capture hidden states into .*patches/README.md"):
         list(engine.prefill([[5, 6]], NAMES, copied))
 
@@ -370,18 +401,77 @@ def test_a_server_that_does_not_capture_is_named(
 def test_a_server_killed_while_it_answers_is_started_anew(
     answering: SGLangEngine, contexts: list[list[int]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    serving = answering._answering
-    assert serving is not None and serving.watched is not None
-    threading.Timer(1.0, os.killpg, (serving.watched.pid, signal.SIGKILL)).start()
-    asked = [[*context, extra] for context in contexts for extra in range(100, 140)]
-    found = dict(answering.answer(asked, generate_params(max_new_tokens=16)))
+    asked = [[*context, extra] for context in contexts for extra in range(100, 108)]
+    found = {}
+    for index, answer in answering.answer(asked, generate_params(max_new_tokens=16)):
+        serving = answering._answering
+        assert serving is not None and serving.watched is not None
+        if not found:
+            os.killpg(serving.watched.pid, signal.SIGKILL)
+        found[index] = answer
     assert len(found) == len(asked) and all(isinstance(answer, Answer) for answer in found.values())
     assert serving.generation == 1
     assert "starting it anew" in capfd.readouterr().err
+    answering.close()  # the last test of this server
+
+
+def test_a_server_that_always_dies_is_given_up(
+    small: target.Target, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A stand-in that starts, and dies of each request."""
+    python = tmp_path / "python"
+    python.write_text(f"""#!{sys.executable}
+import http.server, os, sys
+if sys.argv[1] == "-c":
+    print('["0.5.23", "0.1.0", 0]')
+    sys.exit()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def do_POST(self):
+        print("RuntimeError: no memory", flush=True)
+        os._exit(1)
+open({str(tmp_path / "starts")!r}, "a").write("x")
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+""")
+    python.chmod(0o755)
+    engine = SGLangEngine(engine_params(name="sglang", launch=launch_params(str(python))), small)
+    # Where another thread's request meets the new server before its start is seen, that start has failed.
+    message = r"died: RuntimeError: no memory .*it was started anew 3 times already|did not start: RuntimeError: no mem"
+    with contextlib.closing(engine), pytest.raises(EagletError, match=message) as caught:
+        list(engine.answer([[5, 6 + k] for k in range(20)], generate_params()))
+    assert "\n" not in str(caught.value)
+    starts = len((tmp_path / "starts").read_text())
+    assert 2 <= starts <= 4 and capfd.readouterr().err.count("starting it anew") == starts - 1
+
+
+@pytest.mark.parametrize("names", [["L01", "L07"], ["L07", "final"]])
+def test_the_last_layer_is_refused_before_a_server_starts(names: list[str], small: target.Target) -> None:
+    engine = SGLangEngine(engine_params(name="sglang", launch=launch_params("no-such-python")), small)
+    with pytest.raises(EagletError, match=r"extract.layers: .*nothing follows layer 7, the last: name 6 at most"):
+        list(engine.prefill([[5, 6]], names, copied))
+
+
+def test_a_server_with_the_radix_cache_does_not_start(sglang_python: str, small: target.Target, tmp_path: Path) -> None:
+    """Nothing in launch.args turns it on: the option is taken out by hand."""
+    environment = {"EAGLET_CAPTURE_SPOOL": str(tmp_path), "EAGLET_CAPTURE_LAYERS": "1,3"}
+    serving = server.launch(launch_params(sglang_python), small, environment)
+    assert serving._process is not None
+    serving._process.command = [word for word in serving._process.command if word != "--disable-radix-cache"]
+    with contextlib.ExitStack() as stopped, pytest.raises(EagletError) as caught:
+        stopped.callback(serving.stop)
+        serving.start()
+    assert re.search(r"did not start: RuntimeError: eaglet-capture: the radix cache is on.*log:", str(caught.value))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_server_killed_under_several_processes_keeps_what_is_written(
-    sglang_python: str, small: target.Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sglang_python: str,
+    small: target.Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("eaglet.engines.sglang._PROCESS_TOKENS", 200)
@@ -410,9 +500,8 @@ def test_a_server_killed_under_several_processes_keeps_what_is_written(
     for path in shards.glob("*/*.safetensors"):
         with Shard.open(path) as opened:
             opened.verify()
-    again = SGLangEngine(engine_params(name="sglang", launch=launch_params(sglang_python)), small)
-    with contextlib.closing(again):
-        done = filling.compute(left, {row.sample: row for row in made}, again, states)
+    again = request.getfixturevalue("other")
+    done = filling.compute(left, {row.sample: row for row in made}, again, states)
     assert not states.work(groups) and done.computed < 3 * len(made)
 
 
@@ -426,14 +515,6 @@ def by_url(url: str, folder: Path, model: target.Target) -> SGLangEngine:
 def small(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> target.Target:
     folder = tiny.save_target(tmp_path_factory.mktemp("small") / "small", tokenizer)
     return target.Target(folder, target.fingerprint(folder), "bfloat16")
-
-
-def test_the_last_layer_cannot_be_captured_and_the_start_says_so(sglang_python: str, small: target.Target) -> None:
-    engine = SGLangEngine(engine_params(name="sglang", launch=launch_params(sglang_python)), small)
-    with pytest.raises(EagletError, match=r"gives 1 of 2 streams.*layers \[1, 7\]") as caught:
-        list(engine.prefill([[5, 6]], ["L01", "L07"], copied))
-    assert "\n" not in str(caught.value)
-    engine.close()
 
 
 @pytest.fixture(scope="module")
@@ -462,14 +543,38 @@ def test_another_model_under_the_same_name_is_known_by_its_weights(
 ) -> None:
     proven = other._proven
     assert proven is not None
-    network = tiny.model("llama", torch.bfloat16, vocab_size=len(tokenizer), num_hidden_layers=8)
+    altered = tiny.model("llama", torch.bfloat16, vocab_size=len(tokenizer), num_hidden_layers=8)
     with torch.no_grad():
-        network.model.norm.weight[0] += 1
-    network.save_pretrained(tmp_path / "small")
+        altered.model.norm.weight[0] += 1
+    altered.save_pretrained(tmp_path / "small")
     tokenizer.save_pretrained(tmp_path / "small")
     twin = target.Target(tmp_path / "small", target.fingerprint(tmp_path / "small"), "bfloat16")
     with pytest.raises(EagletError, match=r"weights are not those of the target small \(norm\)"):
         list(by_url(proven.url, proven.spool, twin).prefill([[5, 6]], ["L01", "final"], copied))
+
+
+@pytest.fixture
+def namesake(smollm2: Path, smollm2_target: MakeTarget, tmp_path: Path) -> target.Target:
+    """SmolLM2 in a folder that is named as the small model's: the same class, too."""
+    (tmp_path / "small").symlink_to(smollm2)
+    return target.Target(
+        tmp_path / "small", dataclasses.replace(smollm2_target("bfloat16").fingerprint, name="small"), "bfloat16"
+    )
+
+
+def test_a_namesake_behind_the_url_is_known_by_its_size(other: SGLangEngine, namesake: target.Target) -> None:
+    proven = other._proven
+    assert proven is not None
+    with pytest.raises(EagletError, match="its hidden size is 64, the target's 576"):
+        list(by_url(proven.url, proven.spool, namesake).prefill([[5, 6]], ["L01", "final"], copied))
+
+
+@pytest.mark.xfail(strict=True, reason="a server that only answers is known by its name and class alone")
+def test_a_namesake_behind_the_url_does_not_answer(other: SGLangEngine, namesake: target.Target) -> None:
+    proven = other._proven
+    assert proven is not None
+    with pytest.raises(EagletError, match="not the target"):
+        list(by_url(proven.url, proven.spool, namesake).answer([[5, 6]], generate_params(max_new_tokens=1)))
 
 
 def test_layers_and_arithmetic_behind_the_url_are_named(other: SGLangEngine, small: target.Target) -> None:
@@ -502,9 +607,11 @@ def test_nothing_listens(small: target.Target, tmp_path: Path) -> None:
         (by_url(url, tmp_path, small), lambda e: e.prefill([[5]], ["L01"], copied)),
         (by_url(url, tmp_path, small), lambda e: e.answer([[5]], generate_params())),
     ):
+        began = time.monotonic()
         with pytest.raises(EagletError, match=r"no SGLang server answers at http.*Connection refused") as caught:
             list(run(engine))
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(caught.value) and "set engine.url to null" in str(caught.value)
+        assert time.monotonic() - began < 5, "what never ran is not waited for"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from eaglet import spool
 from eaglet.errors import EagletError
 
 sys.path.insert(0, str(ROOT / "patches/capture"))
-from eaglet_capture import spool as plugin  # type: ignore[import-not-found]
+from eaglet_capture import hooks  # type: ignore[import-not-found]
+from eaglet_capture import spool as plugin
 
 WIDTHS = {"aux": 12, "final": 4}
 METADATA = {"streams": "[2, 4, 6]", "final": "post_norm", "ids": spool.ids_hash([7, 8, 9])}
@@ -36,22 +39,41 @@ def part(of: dict[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
     return {name: tensor[rows] for name, tensor in of.items()}
 
 
+def still_open(folder: Path) -> list[str]:
+    """Files of a folder that this process holds open."""
+    links = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        try:
+            links.append(str(descriptor.readlink()))
+        except FileNotFoundError:  # the listing's own
+            continue
+    return [link for link in links if link.startswith(str(folder))]
+
+
 def test_chunks_of_many_requests_are_whole_files(tmp_path: Path) -> None:
+    """Chunks of several requests between each other, handed over by several threads."""
     writer = plugin.Spool(tmp_path, 1 << 20)
     wanted = {f"eaglet-{k}": values(5 + k, seed=k) for k in range(40)}
-    requests = {rid: start(writer, rid, len(of["aux"])) for rid, of in wanted.items()}
-    for rows in (slice(0, 2), slice(2, 3), slice(3, None)):
-        for rid, of in wanted.items():
-            writer.write(requests[rid], part(of, rows))
+
+    def hand_over(rids: list[str]) -> None:
+        requests = {rid: start(writer, rid, len(wanted[rid]["aux"])) for rid in rids}
+        for rows in (slice(0, 2), slice(2, 3), slice(3, None)):
+            for rid in rids:
+                writer.write(requests[rid], part(wanted[rid], rows))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(hand_over, [list(wanted)[k::4] for k in range(4)]))
     reader = spool.Spool(tmp_path, 1 << 20)
     for rid, of in wanted.items():
         found = reader.take(rid)
         assert torch.equal(found.aux, of["aux"]) and torch.equal(found.final, of["final"])
         theirs = load_file(tmp_path / f"{rid}.safetensors")
-        assert torch.equal(theirs["aux"], of["aux"])
+        assert torch.equal(theirs["aux"], of["aux"]) and torch.equal(theirs["final"], of["final"])
         assert torch.equal(found.streams(["L03", "final"])["L03"], of["aux"][:, 4:8])
         reader.discard(rid)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == [] and writer._open_bytes == 0
+    del found, theirs
+    assert still_open(tmp_path) == []
 
 
 def test_what_was_captured_is_checked(tmp_path: Path) -> None:
@@ -81,9 +103,74 @@ def test_too_many_rows_and_dropped_requests_leave_no_file(tmp_path: Path) -> Non
     of = values(3, seed=9)
     writer.write(again, of)
     assert torch.equal(reader.take("eaglet-r").final, of["final"])
-    assert writer._open_bytes == 0
+    assert writer._open_bytes == 0 and still_open(tmp_path) == []
     reader.discard("eaglet-many")
     reader.discard("eaglet-r")
+    assert list(tmp_path.iterdir()) == []
+
+
+class Scheduled:
+    """A request as SGLang's scheduler holds it, and the plugin's hooks around it."""
+
+    def __init__(self, folder: Path, rid: str = "eaglet-s") -> None:
+        self.capture = hooks.Capture(hooks.Settings(folder, [1, 3, 5], 1 << 20))
+        self.capture._spool = plugin.Spool(folder, 1 << 20)
+        self.capture._metadata = {"streams": "[2, 4, 6]", "final": "post_norm"}
+        self.req = SimpleNamespace(rid=rid, origin_input_ids=[7, 8, 9], return_hidden_states=True, is_retracted=False)
+        self.req.finished = lambda: False
+        self.passed_on: list[dict[str, Any]] = []
+
+    def take(self, of: dict[str, torch.Tensor], rows: slice) -> int:
+        """A step of the scheduler: these rows, behind two of another request's."""
+        batch = {name: torch.cat([torch.zeros_like(tensor[:2]), tensor[rows]]) for name, tensor in of.items()}
+        return int(
+            self.capture.take_rows(
+                lambda processor, **all: self.passed_on.append(all) or -1,
+                None,
+                req=self.req,
+                logits_output=SimpleNamespace(hidden_states=batch["aux"], last_hidden_states=batch["final"]),
+                hidden_state_offset=2,
+                capture_hidden_mode=SimpleNamespace(is_full=lambda: True),
+                extend_input_len=len(of["aux"][rows]),
+            )
+        )
+
+
+def test_chunks_of_a_request_become_its_file(tmp_path: Path) -> None:
+    scheduled, of = Scheduled(tmp_path), values(3)
+    assert scheduled.take(of, slice(0, 2)) == 4, "where the next request's rows begin"
+    assert scheduled.take(of, slice(2, 3)) == 3
+    found = spool.Spool(tmp_path, 1 << 20).take("eaglet-s")
+    assert torch.equal(found.aux, of["aux"]) and torch.equal(found.final, of["final"])
+    assert found.metadata["ids"] == spool.ids_hash([7, 8, 9]) and found.fault([7, 8, 9]) is None
+    assert hooks.PREFIX == spool.PREFIX and not scheduled.passed_on
+
+
+def test_a_retracted_request_starts_over(tmp_path: Path) -> None:
+    """Its rows come again from the first one, and another batch may have rounded them otherwise."""
+    scheduled, first, second = Scheduled(tmp_path), values(3), values(3, seed=1)
+    scheduled.take(first, slice(0, 2))
+    assert scheduled.capture.start_over(lambda req: "done", scheduled.req) == "done"
+    assert still_open(tmp_path) == []
+    scheduled.req.is_retracted = True  # in this very step: what it computed is computed again
+    scheduled.take(first, slice(0, 2))
+    scheduled.req.is_retracted = False
+    scheduled.take(second, slice(0, 2))
+    scheduled.take(second, slice(2, 3))
+    found = spool.Spool(tmp_path, 1 << 20).take("eaglet-s")
+    assert torch.equal(found.aux, second["aux"]) and torch.equal(found.final, second["final"])
+
+
+def test_a_class_that_gives_fewer_streams_is_named(tmp_path: Path) -> None:
+    """SGLang's classes leave out the last layer without a word."""
+    with pytest.raises(RuntimeError, match=r"the model gives 2 of 3 streams.*layers \[1, 3, 5\]"):
+        Scheduled(tmp_path).capture.keep_final(None, None, None, torch.zeros(3, 4), None, None, [torch.zeros(3, 4)] * 2)
+
+
+def test_requests_of_others_are_served_as_ever(tmp_path: Path) -> None:
+    scheduled = Scheduled(tmp_path, rid="chat-1")
+    assert scheduled.take(values(3), slice(0, 3)) == -1
+    assert [given["hidden_state_offset"] for given in scheduled.passed_on] == [2]
     assert list(tmp_path.iterdir()) == []
 
 

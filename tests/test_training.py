@@ -1,8 +1,15 @@
 """The optimisation loop on a tiny world: a random Llama, its greedy answers and their hidden states."""
 
+import contextlib
 import copy
 import math
-from dataclasses import dataclass, replace
+import multiprocessing
+import os
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,23 +22,32 @@ from eaglet.acceptance import greedy
 from eaglet.draft_vocab import DraftVocabulary
 from eaglet.drafter import Drafter, DrafterConfig
 from eaglet.errors import EagletError
-from eaglet.training import StepRecord, TrainSettings
+from eaglet.loader import Example
+from eaglet.params import TrainParams
+from eaglet.training import Record, Run
 
 torch.set_num_threads(1)  # tiny matrices: a second thread only waits
 
 V, H, STEPS, LAYERS = 64, 32, 3, [0, 1, 2]
 PROMPT, ANSWER = 4, 28
 
-SETTINGS = TrainSettings(
+PARAMS = TrainParams(
     ttt_steps=STEPS,
     epochs=300,
-    batch_documents=8,
+    batch_tokens=8 * (PROMPT + ANSWER),
+    micro_batch_tokens=10**6,
+    optimizer="adamw",
     learning_rate=1e-2,
+    weight_decay=0.0,
     warmup_ratio=0.05,
     loss_decay=0.8,
     grad_clip=0.5,
+    sharpen=0.0,
+    dropout=0.0,
+    average=0.0,
     out_of_vocab="mask",
     head_init="target",
+    validation=0.0,
     seed=0,
 )
 
@@ -47,9 +63,52 @@ class Tiny:
     final: Tensor
     reads: int = 0
 
-    def states(self) -> tuple[Tensor, Tensor]:
+    def read(self) -> tuple[Sequence[Tensor], Tensor]:
         self.reads += 1
-        return self.aux, self.final
+        return self.aux.chunk(3, 1), self.final
+
+    def example(self, head: Tensor, vocab: DraftVocabulary, params: TrainParams) -> Example:
+        choice = ttt.teacher_choice(self.final, head)
+        return Example.of(
+            self.sample,
+            self.span_ids,
+            choice,
+            lambda: ttt.Document(self.input_ids, self.span_ids, choice, *self.read()),
+            t2d=vocab.t2d,
+            steps=params.ttt_steps,
+            out_of_vocab=params.out_of_vocab,
+        )
+
+
+def new_run(
+    drafter: Drafter,
+    documents: Sequence[Tiny],
+    head: Tensor,
+    vocab: DraftVocabulary,
+    params: TrainParams = PARAMS,
+    validation: Sequence[Tiny] = (),
+    folder: Path | None = None,
+) -> Run:
+    """A run over documents in memory."""
+    given, checked = (
+        [one.example(head.float(), vocab, params) for one in some if one.span_ids.any()]
+        for some in (documents, validation)
+    )
+    where = folder or Path(tempfile.mkdtemp(prefix="eaglet-run-"))
+    return Run(drafter, given, checked, head, vocab, params, where, dtype=drafter.fc.weight.dtype)
+
+
+def train(*args: Any, **kwargs: Any) -> list[Record]:
+    """A run to its end; its records."""
+    run = new_run(*args, **kwargs)
+    run.train(lambda record: None)
+    return run.records
+
+
+def results(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """What follows from the data, without what is this machine's."""
+    machine = ("tokens_per_second", "waited", "flops")
+    return [{name: value for name, value in asdict(one).items() if name not in machine} for one in records]
 
 
 def target_model() -> Any:
@@ -108,13 +167,13 @@ class World:
     vocab: DraftVocabulary
     head: Tensor
     trained: Drafter
-    records: list[StepRecord]
+    records: list[Record]
 
 
 _WORLDS: list[World] = []
 
 
-def world() -> World:
+def world(learnt: bool = True) -> World:
     """Made once, for the tests of acceptance too."""
     if not _WORLDS:
         model = target_model()
@@ -123,16 +182,15 @@ def world() -> World:
         vocab = vocabulary(documents, V)
         head = model.get_output_embeddings().weight.detach()
         drafter = new_drafter(model, vocab)
-        records = training.train(
-            drafter, documents, others, head, vocab, settings=SETTINGS, on_step=lambda record: None
-        )
+        records = train(drafter, documents, head, vocab) if learnt else []
         _WORLDS.append(World(model, documents, others, vocab, head, drafter, records))
     return _WORLDS[0]
 
 
 def test_a_tiny_set_is_learnt() -> None:
     w = world()
-    measured = training.evaluate(w.trained, w.documents, w.head, w.vocab, SETTINGS)
+    run = new_run(w.trained, w.documents, w.head, w.vocab, replace(PARAMS, head_init="random"))
+    measured = training.evaluate(run, run.examples)
     assert measured["rows"] == [8 * (ANSWER - 1), 8 * (ANSWER - 2), 8 * (ANSWER - 3)]
     assert measured["simulated_acceptance_length"] >= 0.9 * (STEPS + 1)
 
@@ -156,16 +214,16 @@ def telling(number: int) -> Tiny:
 class Shuffled(Tiny):
     """Its streams' rows in an order that is new at every read."""
 
-    def states(self) -> tuple[Tensor, Tensor]:
+    def read(self) -> tuple[Sequence[Tensor], Tensor]:
         self.reads += 1
         generator = torch.Generator().manual_seed(1000 * int(self.sample) + self.reads)
-        return self.aux[torch.randperm(len(self.aux), generator=generator)], self.final
+        return self.aux[torch.randperm(len(self.aux), generator=generator)].chunk(3, 1), self.final
 
 
 def test_unseen_documents_are_drafted_from_the_right_states_alone() -> None:
     vocab = draft_vocab.choose(torch.ones(16, dtype=torch.int64), 16, set())
     config = DrafterConfig.from_target(LlamaConfig(**{**world().model.config.to_dict(), "vocab_size": 16}), 16)
-    settings = replace(SETTINGS, epochs=40, learning_rate=1e-2, head_init="random")
+    params = replace(PARAMS, epochs=40, batch_tokens=8 * 24, head_init="random")
     documents, unseen = (
         [telling(number) for number in range(24)],
         [telling(number) for number in range(100, 108)],
@@ -174,8 +232,10 @@ def test_unseen_documents_are_drafted_from_the_right_states_alone() -> None:
     for kind in (Tiny, Shuffled):
         drafter = Drafter(config, torch.randn(16, H, generator=torch.Generator().manual_seed(5)))
         given = [kind(**vars(one)) for one in documents]
-        training.train(drafter, given, [], torch.eye(16, H), vocab, settings=settings, on_step=lambda record: None)
-        measured = training.evaluate(drafter, unseen, torch.eye(16, H), vocab, settings)
+        run = new_run(drafter, given, torch.eye(16, H), vocab, params, unseen)
+        run.train(lambda record: None)
+        measured = run.records[-1].validation
+        assert measured is not None
         lengths.append(measured["simulated_acceptance_length"])
     assert lengths[0] > 2.5
     assert lengths[1] < 1.25  # chance is 1 + 1/16 + 1/256 + …
@@ -185,46 +245,71 @@ def test_records() -> None:
     w = world()
     assert [record.step for record in w.records] == list(range(300))
     assert [record.epoch for record in w.records] == list(range(1, 301))
-    assert all(record.heldout is not None for record in w.records)
-    again = training.evaluate(w.trained, w.others, w.head, w.vocab, SETTINGS)
-    assert w.records[-1].heldout == again
-    assert max(record.learning_rate for record in w.records) == SETTINGS.learning_rate
+    assert all(record.tokens == 8 * (PROMPT + ANSWER) for record in w.records)
+    assert max(record.learning_rate for record in w.records) == PARAMS.learning_rate
     assert all(len(record.acc) == STEPS and record.grad_norm > 0 for record in w.records)
+    assert all(0 <= record.waited <= 1 and record.flops > 0 for record in w.records)
+
+
+def test_the_best_epoch_is_kept() -> None:
+    """A rate that rises until it spoils what was learnt before: the last epoch is not the best."""
+    w = world()
+    params = replace(PARAMS, epochs=12, batch_tokens=64, learning_rate=0.5, warmup_ratio=1.0)
+    params = replace(params, head_init="random")
+    run = new_run(copy.deepcopy(w.trained), w.documents, w.head, w.vocab, params, w.documents)
+    run.train(lambda record: None)
+    scores = [one.validation["simulated_acceptance_length"] for one in run.records if one.validation]
+    assert len(scores) == 12 and max(scores) > scores[-1]
+    assert run.best == (max(scores), scores.index(max(scores)) + 1)
+    kept = training.evaluate(run)
+    assert kept["simulated_acceptance_length"] == max(scores)
+
+
+def test_the_average_lags_behind_and_is_what_is_kept() -> None:
+    w = world()
+    plain, averaged = new_drafter(w.model, w.vocab), new_drafter(w.model, w.vocab)
+    train(plain, w.documents, w.head, w.vocab, replace(PARAMS, epochs=3))
+    run = new_run(averaged, w.documents, w.head, w.vocab, replace(PARAMS, epochs=3, average=0.9))
+    start = averaged.fc.weight.detach().clone()
+    weights = []
+    run.train(lambda record: weights.append(averaged.fc.weight.detach().clone()))
+    wanted = start
+    for step, after in enumerate(weights):
+        decay = min(0.9, (1 + step) / (10 + step))
+        wanted = decay * wanted + (1 - decay) * after
+    torch.testing.assert_close(averaged.fc.weight.detach(), wanted)
+    assert torch.equal(weights[-1], plain.fc.weight), "the weights that learn are those of a run without an average"
 
 
 def test_learning_rate_by_hand() -> None:
-    settings = replace(SETTINGS, learning_rate=1.0, warmup_ratio=0.2)
-    rates = [training.learning_rate(step, 10, settings) for step in range(10)]
+    params = replace(PARAMS, learning_rate=1.0, warmup_ratio=0.2)
+    rates = [training.learning_rate(step, 10, params) for step in range(10)]
     assert rates[:3] == [0.5, 1.0, 1.0]
     assert rates[6] == pytest.approx(0.5)
     assert rates[9] == pytest.approx(0.5 * (1 + math.cos(math.pi * 7 / 8)))
-    assert training.learning_rate(0, 10, replace(settings, warmup_ratio=0.0)) == 1.0
+    assert training.learning_rate(0, 10, replace(params, warmup_ratio=0.0)) == 1.0
+
+
+def cut(documents: Sequence[Tiny]) -> list[Tiny]:
+    """Documents of several lengths."""
+    return [
+        replace(one, **{name: getattr(one, name)[:length] for name in ("input_ids", "span_ids", "aux", "final")})
+        for one, length in zip(documents, (32, 9, 20, 31, 7, 8, 12, 32), strict=True)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["mask", "renormalise"])
 def test_micro_batches_do_not_change_the_training(mode: ttt.OutOfVocab) -> None:
-    """Documents of several lengths and a small draft vocabulary; a step of one batch is a step of four."""
+    """Documents of several lengths and a small draft vocabulary; a step of one batch is a step of eight."""
     w = world()
     vocab = vocabulary(w.documents, 20)
-    cut = [
-        replace(one, **{name: getattr(one, name)[:length] for name in ("input_ids", "span_ids", "aux", "final")})
-        for one, length in zip(w.documents, (32, 9, 20, 31, 6, 5, 12, 32), strict=True)
-    ]
     trained = []
     for tokens in (10**6, 64, 1):
-        settings = replace(
-            SETTINGS,
-            epochs=2,
-            batch_documents=8,
-            micro_batch_tokens=tokens,
-            out_of_vocab=mode,
-            head_init="random",
+        params = replace(
+            PARAMS, epochs=2, batch_tokens=100, micro_batch_tokens=tokens, out_of_vocab=mode, head_init="random"
         )
         drafter = new_drafter(w.model, vocab).double()
-        records = training.train(
-            drafter, cut, [], w.head.double(), vocab, settings=settings, on_step=lambda record: None
-        )
-        trained.append((records, list(drafter.parameters())))
+        trained.append((train(drafter, cut(w.documents), w.head.double(), vocab, params), list(drafter.parameters())))
     for records, parameters in trained[1:]:
         for one, two in zip(records, trained[0][0], strict=True):
             assert one.loss == pytest.approx(two.loss)
@@ -233,101 +318,191 @@ def test_micro_batches_do_not_change_the_training(mode: ttt.OutOfVocab) -> None:
             torch.testing.assert_close(left, right)
 
 
-def test_micro_batches_are_bounded_and_of_similar_length() -> None:
-    lengths = [30, 10, 11, 29, 10, 90]
-    prepared = [
-        training._Prepared(
-            Tiny(
-                str(n),
-                torch.zeros(n, dtype=torch.int64),
-                torch.zeros(n, dtype=torch.int64),
-                *torch.zeros(2, n, 1),
-            ),
-            torch.zeros(n, dtype=torch.int64),
-            torch.zeros(1),
-            torch.zeros(1),
-        )
-        for n in lengths
-    ]
-    shapes = [tuple(b.input_ids.shape) for b in training._micro_batches(prepared, 60, torch.device("cpu"))]
-    assert shapes == [(3, 11), (2, 30), (1, 90)]
+def train_as_rank(rank: int, ranks: int, folder: str) -> None:
+    """One process of several: trains, and leaves its records and weights."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=ranks)
+    w = world(learnt=False)
+    params = replace(PARAMS, epochs=3, batch_tokens=100, micro_batch_tokens=40, average=0.5)
+    drafter = new_drafter(w.model, w.vocab)
+    run = new_run(drafter, cut(w.documents), w.head, w.vocab, params, w.others, Path(folder) / "run")
+    run.train(lambda record: None)
+    torch.save([results(run.records), run.best, drafter.state_dict()], f"{folder}/rank-{ranks}-{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_make_the_numbers_of_one(tmp_path: Path) -> None:
+    """By gloo; the same global batches, and documents of several lengths, so that the shares differ."""
+    spawned = multiprocessing.get_context("spawn")
+    found = {}
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        processes = [spawned.Process(target=train_as_rank, args=(rank, ranks, str(folder))) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+            assert process.exitcode == 0
+        found[ranks] = [torch.load(folder / f"rank-{ranks}-{rank}.pt", weights_only=True) for rank in range(ranks)]
+    (alone,), both = found[1], found[2]
+    assert len(alone[0]) == len(both[0][0]) == 6
+    for name, weight in both[0][2].items():
+        assert torch.equal(weight, both[1][2][name]), "ranks that drift apart"
+        torch.testing.assert_close(weight, alone[2][name], rtol=1e-4, atol=1e-5)
+    for one, two in zip(alone[0], both[0][0], strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+        assert one["acc"] == two["acc"] and one["tokens"] == two["tokens"]
+        assert one["grad_norm"] == pytest.approx(two["grad_norm"], rel=1e-4)
+    assert both[0][1] == both[1][1] == alone[1]
+
+
+def resumable(folder: Path) -> Run:
+    """A run whose every part matters: two optimisers, an average, dropout, validation, several epochs."""
+    w = world(learnt=False)
+    params = replace(
+        PARAMS,
+        epochs=3,
+        batch_tokens=64,
+        micro_batch_tokens=40,
+        optimizer="muon",
+        weight_decay=0.1,
+        dropout=0.1,
+        average=0.9,
+    )
+    return new_run(new_drafter(w.model, w.vocab), cut(w.documents), w.head, w.vocab, params, w.others, folder)
+
+
+def die_at(step: int, folder: str, save_every: float) -> None:
+    """Train until a step, then be killed."""
+    torch.set_num_threads(1)
+    training._SAVE_EVERY = save_every
+
+    def kill(record: Record) -> None:
+        if record.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    resumable(Path(folder)).train(kill)
+
+
+@pytest.mark.parametrize("save_every", [0.0, 1e9])
+def test_a_killed_run_goes_on_to_the_same_bits(tmp_path: Path, save_every: float) -> None:
+    """Killed twice, in the middle of epochs; with a checkpoint a step, and with those of the epochs alone."""
+    spawned = multiprocessing.get_context("spawn")
+    for step in (1, 5):
+        process = spawned.Process(target=die_at, args=(step, str(tmp_path / "killed"), save_every))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    again, whole = resumable(tmp_path / "killed"), resumable(tmp_path / "whole")
+    again.train(lambda record: None)
+    whole.train(lambda record: None)
+    assert whole.steps == 9
+    assert results(again.records) == results(whole.records)
+    assert again.best == whole.best
+    for one, two in zip(again.drafter.parameters(), whole.drafter.parameters(), strict=True):
+        assert torch.equal(one, two)
+    lines = (tmp_path / "killed/records.jsonl").read_text().splitlines()
+    assert len(lines) == 9, "no step stands there twice"
+    assert len(list((tmp_path / "killed").glob("step-*"))) == 2
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    whole = resumable(tmp_path)
+    whole.train(lambda record: None)
+    last = max(tmp_path.glob("step-*"))
+    last.write_bytes(last.read_bytes()[:1000])
+    again = resumable(tmp_path)
+    shown: list[Record] = []
+    again.train(shown.append)
+    assert results(shown) == results(whole.records)
+    for one, two in zip(again.drafter.parameters(), whole.drafter.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_states_are_read_once_an_epoch_and_not_before() -> None:
+    w = world()
+    documents = [replace(one, reads=0) for one in w.documents]
+    run = new_run(new_drafter(w.model, w.vocab), documents, w.head, w.vocab, replace(PARAMS, epochs=2, batch_tokens=64))
+    assert all(one.reads == 0 for one in documents)
+    run.train(lambda record: None)
+    assert all(one.reads == 2 for one in documents)
 
 
 def test_the_run_follows_from_the_seed() -> None:
     w = world()
-    settings = replace(SETTINGS, epochs=2, batch_documents=3)
+    params = replace(PARAMS, epochs=2, batch_tokens=96)
     runs = []
     for seed in (0, 0, 1):
-        records: list[StepRecord] = []
-        training.train(
-            new_drafter(w.model, w.vocab),
-            w.documents,
-            [],
-            w.head,
-            w.vocab,
-            settings=replace(settings, seed=seed),
-            on_step=records.append,
-        )
-        runs.append(records)
+        records = train(new_drafter(w.model, w.vocab), w.documents, w.head, w.vocab, replace(params, seed=seed))
         assert [record.epoch for record in records] == [1, 1, 1, 2, 2, 2]
+        runs.append(results(records))
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
 
 
 def test_head_init() -> None:
     w = world()
-    nothing = replace(SETTINGS, epochs=1, learning_rate=0.0)
+    nothing = replace(PARAMS, epochs=1, learning_rate=0.0)
     for kind in ("target", "random"):
         drafter = new_drafter(w.model, w.vocab)
         before = drafter.lm_head.weight.detach().clone()
-        training.train(
-            drafter,
-            w.documents,
-            [],
-            w.head,
-            w.vocab,
-            settings=replace(nothing, head_init=kind),  # type: ignore[arg-type]
-            on_step=lambda record: None,
-        )
+        train(drafter, w.documents, w.head, w.vocab, replace(nothing, head_init=kind))  # type: ignore[arg-type]
         assert torch.equal(drafter.lm_head.weight, w.head[w.vocab.target_ids] if kind == "target" else before)
 
 
-def test_documents_without_a_row_are_left_out() -> None:
+def test_muon_is_for_the_layers_matrices() -> None:
     w = world()
-    empty = replace(w.documents[0], span_ids=torch.zeros(PROMPT + ANSWER, dtype=torch.int64), sample="empty", reads=0)
-    settings = replace(SETTINGS, epochs=1, batch_documents=1)
-    records = training.train(
-        new_drafter(w.model, w.vocab),
-        [empty, w.documents[1]],
-        [empty],
-        w.head,
-        w.vocab,
-        settings=settings,
-        on_step=lambda record: None,
-    )
-    assert len(records) == 1
-    for documents in ([], [empty]):
-        with pytest.raises(EagletError, match="no document"):
-            training.train(
-                new_drafter(w.model, w.vocab),
-                documents,
-                [],
-                w.head,
-                w.vocab,
-                settings=settings,
-                on_step=print,
-            )
-        with pytest.raises(EagletError, match="no document"):
-            training.evaluate(w.trained, documents, w.head, w.vocab, settings)
-
-
-def test_nan_names_the_sample() -> None:
-    w = world()
-    bad = copy.deepcopy(w.documents)
-    bad[2].aux[5, 3] = float("nan")
-    with pytest.raises(EagletError, match="sample-2"):
-        training.train(new_drafter(w.model, w.vocab), bad, [], w.head, w.vocab, settings=SETTINGS, on_step=print)
     drafter = new_drafter(w.model, w.vocab)
-    drafter.fc.weight.data[0, 0] = float("inf")
-    with pytest.raises(EagletError, match=r"step 0: loss nan.*sample-"):
-        training.train(drafter, w.documents, [], w.head, w.vocab, settings=SETTINGS, on_step=print)
+    (adamw, _), (muon, _) = training.optimizers(drafter, replace(PARAMS, optimizer="muon", weight_decay=0.1))
+    names = {id(p): name for name, p in drafter.named_parameters()}
+    inner = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    assert inner == {name for name, p in drafter.named_parameters() if p.dim() == 2} - {"lm_head.weight"}
+    decayed = {names[id(p)]: group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    assert decayed["lm_head.weight"] == 0.1 and decayed["norm.weight"] == 0.0
+    assert set(decayed) | inner == set(names.values()) and not set(decayed) & inner
+    records = train(drafter, w.documents, w.head, w.vocab, replace(PARAMS, epochs=60, optimizer="muon"))
+    assert records[-1].loss < 0.7 * records[0].loss
+
+
+def test_too_few_rows_for_a_batch() -> None:
+    w = world()
+    with pytest.raises(EagletError, match=r"the 8 rows .* 256 tokens, fewer .* train.batch_tokens 257"):
+        new_run(w.trained, w.documents, w.head, w.vocab, replace(PARAMS, batch_tokens=257))
+    with pytest.raises(EagletError, match="two answer tokens"):
+        training.evaluate(new_run(w.trained, w.documents, w.head, w.vocab))
+
+
+def test_a_loss_that_is_not_finite_names_the_rows_and_keeps_the_checkpoint(tmp_path: Path) -> None:
+    w = world()
+    params = replace(PARAMS, epochs=2, batch_tokens=128, head_init="random")
+    run = new_run(new_drafter(w.model, w.vocab), w.documents, w.head, w.vocab, params, folder=tmp_path)
+    spoilt = copy.deepcopy(w.documents)
+    place = 2  # in the second epoch, on a row that is read then
+    second = [index for epoch, batch in run._plan if epoch == 2 for index in batch]
+
+    def spoil(record: Record) -> None:
+        if record.step == 1:
+            spoilt[second[-1]].aux[5, 3] = float("nan")
+
+    run = new_run(new_drafter(w.model, w.vocab), spoilt, w.head, w.vocab, params, folder=tmp_path)
+    with (
+        contextlib.ExitStack() as patched,
+        pytest.raises(EagletError, match=rf"step 3 has loss nan.*sample-{second[-1]}.*kept in") as caught,
+    ):
+        patched.enter_context(pytest.MonkeyPatch.context()).setattr("eaglet.loader._AHEAD", 1)
+        run.train(spoil)
+    assert "\n" not in str(caught.value)
+    assert [one.name for one in tmp_path.glob("step-*")] == [f"step-{place:09d}.safetensors"]
+    assert all(torch.isfinite(p).all() for p in run.drafter.parameters())
+
+
+def test_bfloat16_learns_with_float32_masters() -> None:
+    w = world()
+    drafter = new_drafter(w.model, w.vocab)
+    run = new_run(drafter, w.documents, w.head, w.vocab, replace(PARAMS, epochs=100))
+    half = Run(drafter, run.examples, [], w.head, w.vocab, run.params, run.folder, dtype=torch.bfloat16)
+    half.train(lambda record: None)
+    assert drafter.fc.weight.dtype == torch.float32
+    assert half.records[-1].loss < 0.5 * half.records[0].loss
+    assert half.records[-1].loss == pytest.approx(w.records[99].loss, rel=0.5)

@@ -1,12 +1,13 @@
 """The training-time test: mask, unrolled attention, loss and metrics, by hand or against dense forms."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from eaglet import draft_vocab, ttt
+from eaglet import draft_vocab, loss, ttt
 from eaglet.draft_vocab import DraftVocabulary
 from eaglet.drafter import Drafter, DrafterConfig
 
@@ -33,18 +34,35 @@ def make(dtype: torch.dtype = torch.float32) -> Drafter:
     return Drafter(config, torch.randn(V, H, generator=torch.Generator().manual_seed(1))).to(dtype)
 
 
-def make_batch(span_ids: list[list[int]], seed: int = 0, dtype: torch.dtype = torch.float32) -> ttt.Batch:
+def make_documents(span_ids: list[list[int]], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[ttt.Document]:
     """Random documents; the target's choices are those of a random head (see `head`)."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (len(span_ids), len(span_ids[0]))
-    final = torch.randn(*shape, H, generator=generator).to(dtype)
-    return ttt.Batch(
-        input_ids=torch.randint(V, shape, generator=generator),
-        span_ids=torch.tensor(span_ids),
-        aux=torch.randn(*shape, 3 * H, generator=generator).to(dtype),
-        final=final,
-        choice=(final @ head(dtype).T).argmax(-1),
-    )
+    found = []
+    for spans in span_ids:
+        final = torch.randn(len(spans), H, generator=generator).to(dtype)
+        found.append(
+            ttt.Document(
+                input_ids=torch.randint(V, (len(spans),), generator=generator),
+                span_ids=torch.tensor(spans),
+                choice=(final @ head(dtype).T).argmax(-1),
+                streams=[torch.randn(len(spans), H, generator=generator).to(dtype) for _ in range(3)],
+                final=final,
+            )
+        )
+    return found
+
+
+def pack(documents: list[ttt.Document], steps: int, mode: ttt.OutOfVocab = "mask") -> ttt.Batch:
+    return ttt.pack(documents, VOCAB.t2d, steps=steps, out_of_vocab=mode)
+
+
+def sums(
+    drafter: Drafter, documents: list[ttt.Document], steps: int, mode: ttt.OutOfVocab = "mask", draft_head: Any = None
+) -> ttt.Sums:
+    """With every row counting 1."""
+    batch = pack(documents, steps, mode)
+    chosen = head(batch.final.dtype)[VOCAB.t2d] if draft_head is None else draft_head
+    return ttt.sums(drafter, batch, chosen, VOCAB, torch.ones(steps))
 
 
 def head(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -52,7 +70,7 @@ def head(dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def rows_of(span_ids: list[int], steps: int) -> list[list[int]]:
-    valid = ttt.valid_rows(torch.tensor([span_ids]), steps)[0]
+    valid = ttt.valid_rows(torch.tensor(span_ids), steps)
     return [step.nonzero().squeeze(1).tolist() for step in valid]
 
 
@@ -101,45 +119,51 @@ def dense_logits(drafter: Drafter, input_ids: Tensor, aux: Tensor, steps: int) -
     for k in range(steps):
         embedded = layer.input_layernorm(drafter.embedding[ids[1 + k : 1 + k + length]])
         u = torch.cat([embedded, layer.hidden_norm(g)], -1)
-        positions = (torch.arange(length) + k)[None]
+        positions = torch.arange(length) + k
 
         def heads(weight: Tensor, count: int, u: Tensor = u) -> Tensor:
-            return (u @ weight.T).view(1, length, count, config.head_dim).transpose(1, 2)
+            return (u @ weight.T).view(length, count, config.head_dim)
 
         q = drafter._rotate(heads(layer.self_attn.q_proj.weight, 4), positions)
         keys.append(drafter._rotate(heads(layer.self_attn.k_proj.weight, 2), positions))
         values.append(heads(layer.self_attn.v_proj.weight, 2))
         mask = torch.cat([causal, *[diagonal] * k], 1)
         mixed = torch.nn.functional.scaled_dot_product_attention(
-            q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask, enable_gqa=True
+            *(x.transpose(0, 1)[None] for x in (q, torch.cat(keys), torch.cat(values))), attn_mask=mask, enable_gqa=True
         )
-        y = g + mixed.transpose(1, 2).reshape(length, -1) @ layer.self_attn.o_proj.weight.T
+        y = g + mixed[0].transpose(0, 1).reshape(length, -1) @ layer.self_attn.o_proj.weight.T
         g = y + layer.mlp(layer.post_attention_layernorm(y))
         outputs.append(drafter.norm(g) @ drafter.lm_head.weight.T)
     return torch.stack(outputs)
 
 
+def aux_of(document: ttt.Document) -> Tensor:
+    return torch.cat(list(document.streams), 1)
+
+
 def test_logits_and_gradients_are_those_of_the_dense_mask() -> None:
     drafter = make(torch.float64)
-    batch = make_batch([[1] * 9], dtype=torch.float64)
+    document = make_documents([[1] * 9], dtype=torch.float64)[0]
     weight = torch.randn(4, 9, VD, dtype=torch.float64)
     found = {}
     for name, function in (("sparse", ttt.logits), ("dense", dense_logits)):
-        values = function(drafter, batch.input_ids[0], batch.aux[0], 4)
+        values = function(drafter, document.input_ids, aux_of(document), 4)
         gradients = torch.autograd.grad((values * weight).sum(), list(drafter.parameters()))
         found[name] = [values, *gradients]
     for sparse, dense in zip(found["sparse"], found["dense"], strict=True):
         torch.testing.assert_close(sparse, dense)
 
 
-def direct_sums(drafter: Drafter, batch: ttt.Batch, steps: int, mode: ttt.OutOfVocab) -> ttt.Sums:
-    """Row by row in Python, from the logits of all rows and the teacher's whole softmax."""
+def direct_sums(
+    drafter: Drafter, documents: list[ttt.Document], steps: int, mode: ttt.OutOfVocab
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Row by row in Python, from the dense logits of all rows and the teacher's whole softmax."""
     losses, loss_rows, rows, hits = (torch.zeros(steps) for _ in range(4))
-    for b in range(len(batch.input_ids)):
-        draft = ttt.logits(drafter, batch.input_ids[b], batch.aux[b], steps)
-        target = batch.final[b] @ head(batch.final.dtype).T  # [T, V]
+    for document in documents:
+        draft = dense_logits(drafter, document.input_ids, aux_of(document), steps)
+        target = document.final @ head(document.final.dtype).T  # [T, V]
         for k in range(steps):
-            for t in ttt.valid_rows(batch.span_ids, steps)[b, k].nonzero().squeeze(1).tolist():
+            for t in ttt.valid_rows(document.span_ids, steps)[k].nonzero().squeeze(1).tolist():
                 best = int(target[t + 1 + k].argmax())
                 rows[k] += 1
                 hits[k] += int([1, 2, 5, 7, 10][int(draft[k, t].argmax())] == best)
@@ -147,121 +171,136 @@ def direct_sums(drafter: Drafter, batch: ttt.Batch, steps: int, mode: ttt.OutOfV
                     p = target[t + 1 + k].softmax(-1)[VOCAB.t2d]
                     losses[k] -= float((p / p.sum() * draft[k, t].log_softmax(-1)).sum().detach())
                     loss_rows[k] += 1
-    return ttt.Sums(losses, loss_rows.long(), rows.long(), hits.long())
+    return losses, loss_rows, rows, hits
 
 
-SPANS = [[0, 1, 1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 0, 0, 2, 2, 2, 2, 2, 2], [0] * 10]
+SPANS = [[0, 1, 1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 0, 0, 2, 2, 2, 2, 2, 2], [0] * 4, [1, 1, 1, 1], [0, 0, 1, 1, 1]]
 
 
 @pytest.mark.parametrize("mode", ["mask", "renormalise"])
 def test_sums_are_those_of_single_rows(mode: ttt.OutOfVocab) -> None:
-    drafter, batch = make(), make_batch(SPANS)
-    found = ttt.sums(drafter, batch, head()[VOCAB.t2d], VOCAB, steps=3, out_of_vocab=mode)
-    wanted = direct_sums(drafter, batch, 3, mode)
-    torch.testing.assert_close(found.loss, wanted.loss)
-    assert torch.equal(found.loss_rows, wanted.loss_rows)
-    assert torch.equal(found.rows, wanted.rows)
-    assert torch.equal(found.hits, wanted.hits)
-    assert found.rows.tolist() == [4 + 1 + 1 + 5, 3 + 1 + 4, 2 + 3]
+    """Documents side by side, two answers in one, answers that touch, and one without any."""
+    drafter, documents = make(), make_documents(SPANS)
+    found = sums(drafter, documents, 3, mode)
+    losses, loss_rows, rows, hits = direct_sums(drafter, documents, 3, mode)
+    torch.testing.assert_close(found.losses, losses)
+    torch.testing.assert_close(found.loss.detach(), losses.sum())
+    assert found.hits.tolist() == hits.tolist()
+    batch = pack(documents, 3, mode)
+    assert torch.bincount(batch.loss_step, minlength=3).tolist() == loss_rows.tolist()
+    assert rows.tolist() == [4 + 1 + 1 + 5 + 2 + 2, 3 + 1 + 4 + 1 + 1, 2 + 3]
+    counts = [ttt.counted(one.span_ids, one.choice, VOCAB.t2d, 3) for one in documents]
+    assert sum(valid.sum(1) for valid, _ in counts).tolist() == rows.tolist()  # type: ignore[union-attr]
     if mode == "mask":
-        assert found.loss_rows[0] < found.rows[0]  # the choices hold some out of vocabulary
+        assert loss_rows[0] < rows[0]  # the choices hold some out of vocabulary
 
 
 def test_masked_and_renormalised_by_hand() -> None:
     """One answer of three tokens: two rows at step 0, the second's teacher choice out of vocabulary."""
     drafter = make()
-    batch = make_batch([[0, 1, 1, 1]])
+    document = make_documents([[0, 1, 1, 1]])[0]
     draft_head = torch.zeros(VD, H)
     draft_head[2, 0] = 1.0  # the teacher's logit of target id 5 is final[..., 0], the others' are 0
-    batch.final[0, :, 0] = math.log(6)  # p = 6/10 for id 5, 1/10 for each of the other four
-    batch.choice[0] = torch.tensor([0, 5, 3, 0])  # id 3 is not in the draft vocabulary
+    document.final[:, 0] = math.log(6)  # p = 6/10 for id 5, 1/10 for each of the other four
+    document.choice[:] = torch.tensor([0, 5, 3, 0])  # id 3 is not in the draft vocabulary
     drafter.lm_head.weight.data.zero_()  # q is uniform, so −Σ p log q = log 5 whatever p is
     for mode, rows in (("mask", 1), ("renormalise", 2)):
-        found = ttt.sums(drafter, batch, draft_head, VOCAB, steps=2, out_of_vocab=mode)
-        assert found.loss_rows.tolist() == [rows, 0 if mode == "mask" else 1]
-        assert found.rows.tolist() == [2, 1]  # the denominators of acc do not depend on the mode
-        assert found.hits.tolist() == [0, 0]
-        torch.testing.assert_close(found.loss[0], torch.tensor(rows * math.log(5)))
-    # Not uniform: let q be p itself, then the loss is p's entropy.
-    entropy = -(0.6 * math.log(0.6) + 4 * 0.1 * math.log(0.1))
-    drafter.logits = lambda x: torch.tensor([0, 0, math.log(6), 0, 0]).expand(len(x), VD)  # type: ignore[method-assign]
-    found = ttt.sums(drafter, batch, draft_head, VOCAB, steps=1, out_of_vocab="mask")
-    torch.testing.assert_close(found.loss[0], torch.tensor(entropy))
-    assert found.hits.tolist() == [1]  # draft id 2 is target id 2 + d2t[2] = 5
-    found = ttt.sums(drafter, batch, draft_head, VOCAB, steps=1, out_of_vocab="renormalise")
-    assert found.hits.tolist() == [1]  # of two rows: the other one is a miss
+        found = sums(drafter, [document], 2, mode, draft_head)  # type: ignore[arg-type]
+        later = 0.0 if mode == "mask" else math.log(5)
+        torch.testing.assert_close(found.losses, torch.tensor([rows * math.log(5), later]))
+        assert found.hits.tolist() == [0, 0]  # the argmax of equal logits is draft id 0, which is target id 1
+    # Sharpened, q being uniform still: p changes, Σ p = 1 does not.
+    batch = pack([document], 1)
+    sharp = ttt.sums(drafter, batch, draft_head, VOCAB, torch.ones(1), sharpen=0.7)
+    torch.testing.assert_close(sharp.losses, torch.tensor([math.log(5)]))
+
+
+def test_loss_and_gradient_of_a_row_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against torch's own soft cross-entropy, in chunks of every size, sharpened and not."""
+    torch.manual_seed(0)
+    features, draft_head = torch.randn(7, H, dtype=torch.float64), torch.randn(VD, H, dtype=torch.float64)
+    teacher, at = torch.randn(4, VD, dtype=torch.float64), torch.tensor([0, 1, 3, 3, 2, 0, 1])
+    weights = torch.rand(7, dtype=torch.float64)
+    for sharpen in (0.0, 0.3):
+        inputs = [features.clone().requires_grad_(), draft_head.clone().requires_grad_()]
+        p = teacher[at].softmax(-1)
+        p = (1 - sharpen) * p + sharpen * torch.nn.functional.one_hot(p.argmax(-1), VD)
+        each = torch.nn.functional.cross_entropy(inputs[0] @ inputs[1].T, p, reduction="none")
+        wanted = torch.autograd.grad(3 * (each * weights).sum(), inputs)
+        for rows in (1, 2, 3, 7, 100):
+            monkeypatch.setattr(loss, "_CHUNK_ELEMENTS", rows * VD)
+            inputs = [features.clone().requires_grad_(), draft_head.clone().requires_grad_()]
+            total, losses, chosen = loss.soft_cross_entropy(*inputs, teacher, at, weights, sharpen)
+            torch.testing.assert_close(losses, each.detach())
+            torch.testing.assert_close(total.detach(), (each * weights).sum().detach())
+            assert torch.equal(chosen, (features @ draft_head.T).argmax(-1))
+            for one, two in zip(torch.autograd.grad(3 * total, inputs), wanted, strict=True):
+                torch.testing.assert_close(one, two)
 
 
 def test_draft_ids_are_mapped_by_offsets() -> None:
     """d2t read as absolute ids would make draft id 2 the target id 3."""
-    drafter, batch = make(), make_batch([[1, 1, 1]])
-    drafter.logits = lambda x: torch.eye(VD)[2].expand(len(x), VD)  # type: ignore[method-assign]
+    drafter, document = make(), make_documents([[1, 1, 1]])[0]
+    drafter.lm_head.weight.data.zero_()
+    with torch.no_grad():  # draft id 2 for this document's one row, whatever its features are
+        features = drafter.norm(ttt.forward(drafter, pack([document], 1, "renormalise").layout, aux_of(document))[0])
+        drafter.lm_head.weight[2] = features[0]
     for choice, hits in ((5, 1), (3, 0), (2, 0)):
-        batch.choice[:] = choice
-        found = ttt.sums(drafter, batch, head()[VOCAB.t2d], VOCAB, steps=1, out_of_vocab="renormalise")
-        assert found.hits.tolist() == [hits]
+        document.choice[:] = choice
+        assert sums(drafter, [document], 1, "renormalise").hits.tolist() == [hits]
 
 
 @pytest.mark.parametrize("mode", ["mask", "renormalise"])
 def test_batch_is_its_documents_under_one_denominator(mode: ttt.OutOfVocab) -> None:
-    drafter, batch = make(torch.float64), make_batch(SPANS, dtype=torch.float64)
+    drafter = make(torch.float64)
+    documents = [one for one in make_documents(SPANS, dtype=torch.float64) if one.span_ids.any()]
     draft_head = head(torch.float64)[VOCAB.t2d]
+    counts = torch.bincount(pack(documents, 3, mode).loss_step, minlength=3)
+    weights = ttt.loss_weights(counts, 0.8)
 
-    def part(documents: slice) -> ttt.Sums:
-        fields = {name: value[documents] for name, value in vars(batch).items()}
-        return ttt.sums(drafter, ttt.Batch(**fields), draft_head, VOCAB, steps=3, out_of_vocab=mode)
+    def part(chosen: list[ttt.Document]) -> Tensor:
+        return ttt.sums(drafter, pack(chosen, 3, mode), draft_head, VOCAB, weights).loss
 
-    whole = part(slice(0, 3))
-    parts = [part(slice(0, 1)), part(slice(1, 2)), part(slice(2, 3))]
-    assert parts[2].rows.tolist() == [0, 0, 0]
-    assert parts[2].loss.tolist() == [0, 0, 0]
-    added = parts[0] + parts[1] + parts[2]
-    rows = added.loss_rows
-    assert torch.equal(rows, whole.loss_rows)
-    split = sum(ttt.loss(one.loss, rows, 0.8) for one in parts)
-    torch.testing.assert_close(split, ttt.loss(whole.loss, rows, 0.8))
-    one = torch.autograd.grad(ttt.loss(whole.loss, rows, 0.8), list(drafter.parameters()))
+    split = sum(part([one]) for one in documents)
+    assert isinstance(split, Tensor)
+    whole = part(documents)
+    torch.testing.assert_close(split, whole)
+    one = torch.autograd.grad(whole, list(drafter.parameters()))
     two = torch.autograd.grad(split, list(drafter.parameters()))
     for left, right in zip(one, two, strict=True):
         torch.testing.assert_close(left, right)
 
 
-def test_loss_by_hand() -> None:
-    summed, rows = torch.tensor([6.0, 4.0, 9.0]), torch.tensor([3, 2, 0])
-    assert float(ttt.loss(summed[:2], rows[:2], 0.8)) == pytest.approx(2 + 0.8 * 2)
-    assert float(ttt.loss(torch.tensor([6.0, 4.0, 0.0]), rows, 0.5)) == pytest.approx(2 + 0.5 * 2)
-
-
-def test_padding_never_changes_values() -> None:
-    drafter = make()
-    short = make_batch([[0, 1, 1, 1, 1, 1, 1]])
-    padded = ttt.Batch(
-        *(torch.nn.functional.pad(x, (0, 0, 0, 5) if x.dim() == 3 else (0, 5)) for x in vars(short).values())
-    )
-    one = ttt.sums(drafter, short, head()[VOCAB.t2d], VOCAB, steps=3, out_of_vocab="mask")
-    two = ttt.sums(drafter, padded, head()[VOCAB.t2d], VOCAB, steps=3, out_of_vocab="mask")
-    torch.testing.assert_close(one.loss, two.loss, rtol=1e-6, atol=1e-6)
-    for name in ("loss_rows", "rows", "hits"):
-        assert torch.equal(getattr(one, name), getattr(two, name))
-    padded.aux[:, 7:], padded.final[:, 7:], padded.input_ids[:, 7:], padded.choice[:, 7:] = 9.0, 9.0, 3, 5
-    three = ttt.sums(drafter, padded, head()[VOCAB.t2d], VOCAB, steps=3, out_of_vocab="mask")
-    torch.testing.assert_close(one.loss, three.loss, rtol=1e-6, atol=1e-6)
+def test_loss_weights_by_hand() -> None:
+    found = ttt.loss_weights(torch.tensor([3, 2, 0]), 0.8)
+    torch.testing.assert_close(found, torch.tensor([1 / 3, 0.8 / 2, 0.64]))
 
 
 def test_other_rows_features_matter_only_from_before() -> None:
     """Row t sees features of 0 … t, never those behind it."""
-    drafter, batch = make(), make_batch([[1] * 8])
-    before = ttt.logits(drafter, batch.input_ids[0], batch.aux[0], 3)
-    batch.aux[0, 5] += 1
-    after = ttt.logits(drafter, batch.input_ids[0], batch.aux[0], 3)
+    drafter, document = make(), make_documents([[1] * 8])[0]
+    before = ttt.logits(drafter, document.input_ids, aux_of(document), 3)
+    document.streams[1][5] += 1
+    after = ttt.logits(drafter, document.input_ids, aux_of(document), 3)
     changed = (before - after).abs().amax(-1) > 1e-6
     assert not changed[:, :5].any()
     assert changed[:, 5:].all()
 
 
+def test_a_document_never_sees_its_neighbours() -> None:
+    drafter = make()
+    documents = make_documents([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1]])
+    others = make_documents([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1]], seed=5)
+    alone = sums(drafter, documents[1:], 3).losses
+    for beside in (documents[0], others[0]):
+        together = sums(drafter, [beside, documents[1]], 3).losses
+        torch.testing.assert_close(together - sums(drafter, [beside], 3).losses, alone)
+
+
 @pytest.mark.parametrize("mode", ["mask", "renormalise"])
 def test_gradcheck(mode: ttt.OutOfVocab) -> None:
-    drafter, batch = make(torch.float64), make_batch([[0, 1, 1, 1, 1, 1]], dtype=torch.float64)
+    drafter = make(torch.float64)
+    batch = pack(make_documents([[0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1]], dtype=torch.float64), 3, mode)
     names = [name for name, _ in drafter.named_parameters()]
 
     class Loss(torch.nn.Module):
@@ -270,9 +309,8 @@ def test_gradcheck(mode: ttt.OutOfVocab) -> None:
             self.drafter = drafter
 
         def forward(self) -> Tensor:
-            draft_head = head(torch.float64)[VOCAB.t2d]
-            found = ttt.sums(self.drafter, batch, draft_head, VOCAB, steps=2, out_of_vocab=mode)
-            return ttt.loss(found.loss, found.loss_rows, 0.8)
+            weights = ttt.loss_weights(torch.tensor([5, 3, 1]), 0.8)
+            return ttt.sums(self.drafter, batch, head(torch.float64)[VOCAB.t2d], VOCAB, weights).loss
 
     def function(*parameters: Tensor) -> Tensor:
         named = {f"drafter.{name}": value for name, value in zip(names, parameters, strict=True)}

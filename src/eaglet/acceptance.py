@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from eaglet import capture as hooks
+from eaglet.attention import KeyValues, Segments
 from eaglet.draft_vocab import DraftVocabulary
-from eaglet.drafter import Drafter, KeyValues
+from eaglet.drafter import Drafter
 from eaglet.layers import FINAL, stream, streams
 
 # Transformers 5.24 renames `past_key_values` to `cache`; 5.17 knows the old name alone.
@@ -72,19 +73,20 @@ def draft(
     """Draft a chain of tokens from the last row of the context, the features fed back.
 
     Args:
-        feature: g⁰ of that row, [1, 1, H].
+        feature: g⁰ of that row, [1, H].
         token: the last token of the answer, which is the row's next.
 
     Returns:
-        K target ids, and gᵏ⁺¹ [1, 1, H] of each step.
+        K target ids, and gᵏ⁺¹ [1, H] of each step.
     """
-    row = torch.tensor([[context.keys.shape[2] - 1]], device=feature.device)
+    seen = len(context.keys)
+    position, segments = torch.tensor([seen - 1], device=feature.device), Segments.of([1], [seen]).to(feature.device)
     own: KeyValues | None = None
     drafted: list[int] = []
     features: list[Tensor] = []
     for k in range(steps):
-        tokens = torch.tensor([[token]], device=feature.device)
-        feature, own = drafter.step(k, feature, tokens, row, context, own=own)
+        tokens = torch.tensor([token], device=feature.device)
+        feature, own = drafter.step(k, feature, tokens, position, context, segments, own)
         draft_id = int(drafter.logits(feature).argmax())
         token = draft_id + int(vocab.d2t[draft_id])
         drafted.append(token)
@@ -124,9 +126,9 @@ def decode(
     accepted: list[int] = []
     hits = [0] * steps
     while len(output) < max_new_tokens and output[-1] not in eos_ids:
-        features = drafter.fuse(aux)[None]  # g⁰ of the new rows, [1, n, H]
+        features = drafter.fuse(aux)  # g⁰ of the new rows, [n, H]
         context = _extend(drafter, context, features, new_tokens)
-        drafted, _ = draft(drafter, vocab, features[:, -1:], output[-1], context, steps=steps)
+        drafted, _ = draft(drafter, vocab, features[-1:], output[-1], context, steps=steps)
         aux, logits = capture(target_model, torch.tensor([output[-1], *drafted], device=device), cache)
         choices = logits.argmax(-1).tolist()  # [K + 1], the target's token behind each
         right = _matching_prefix(drafted, choices)
@@ -157,11 +159,10 @@ def greedy(target_model: Any, prompt_ids: Sequence[int], max_new_tokens: int, eo
 
 def _extend(drafter: Drafter, context: KeyValues | None, features: Tensor, next_tokens: Sequence[int]) -> KeyValues:
     """The context with the step-0 keys of new rows, made from the target's streams."""
-    tokens = torch.tensor([list(next_tokens)], device=features.device)
-    if context is None:
-        return drafter.context(features, tokens)
-    new = drafter.context(features, tokens, start=context.keys.shape[2])
-    return KeyValues(*(torch.cat([old, more], dim=2) for old, more in zip(context, new, strict=True)))
+    tokens = torch.tensor(list(next_tokens), device=features.device)
+    start = 0 if context is None else len(context.keys)
+    new = drafter.context(features, tokens, torch.arange(start, start + len(tokens), device=features.device))
+    return new if context is None else KeyValues(*(torch.cat(both) for both in zip(context, new, strict=True)))
 
 
 def _matching_prefix(drafted: Sequence[int], choices: Sequence[int]) -> int:

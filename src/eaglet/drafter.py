@@ -4,24 +4,25 @@ Mathematics: eagle3.md, "Draft model" (Li et al. 2025, arXiv 2503.01840, section
 the document. Its feature g⁰ is made from the target's streams at t; at step k its input token is x_{t+1+k},
 and the layer turns gᵏ into gᵏ⁺¹. Row t attends to the step-0 keys of rows 0 … t and to its own keys of steps
 1 … k. The step-0 keys follow from g⁰ and the tokens alone: `context` computes them once, for all positions.
-`step` then runs on any rows: many of a document in training, the last one in decoding.
+`step` then runs on any rows: many of many documents in training, the last one of one in decoding.
 
-Shapes: B documents, S positions with step-0 keys, R rows, H hidden size, d head size.
+Shapes: N positions of documents that lie one behind the other, R rows, S step-0 keys (attention.py), H hidden size,
+n key heads of size d.
 """
 
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors import torch as safetensors_torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from eaglet import draft_vocab, files
 from eaglet import layers as layer_ids
+from eaglet.attention import KeyValues, Segments, attention
 from eaglet.draft_vocab import DraftVocabulary
 from eaglet.errors import EagletError
 
@@ -101,40 +102,6 @@ def rope_frequencies(config: DrafterConfig) -> tuple[Tensor, float]:
     return frequencies.float(), float(factor)
 
 
-class KeyValues(NamedTuple):
-    """Keys (rotated) and values: [B, kv_heads, S, d] for a context, [B, kv_heads, R, k, d] for rows' own."""
-
-    keys: Tensor
-    values: Tensor
-
-
-def attention(q: Tensor, context: KeyValues, own: KeyValues, rows: Tensor) -> Tensor:
-    """One softmax over the step-0 keys of positions 0 … t and the row's own later keys; scale 1/√d.
-
-    The same as a dense [T, (k+1)·T] mask that is causal in its first block and diagonal in the others.
-
-    Args:
-        q: [B, heads, R, d], rotated; query head h uses key head h // (heads / kv_heads).
-        context: of step 0, [B, kv_heads, S, d].
-        own: of steps 1 … k, [B, kv_heads, R, k, d]; k may be 0.
-        rows: int64 [B, R], the position t of each row.
-
-    Returns:
-        [B, R, heads·d].
-    """
-    batch, heads, count, size = q.shape
-    kv_heads, seen = context.keys.shape[1:3]
-    q = q.view(batch, kv_heads, heads // kv_heads, count, size) * size**-0.5  # [B, kv, group, R, d]
-    scores = torch.einsum("bhgrd,bhsd->bhgrs", q, context.keys)
-    later = torch.arange(seen, device=q.device) > rows[:, None, None, :, None]  # [B, 1, 1, R, S]
-    scores = scores.masked_fill(later, -torch.inf)
-    own_scores = torch.einsum("bhgrd,bhrkd->bhgrk", q, own.keys)
-    weights = torch.cat([scores, own_scores], dim=-1).softmax(dim=-1)  # [B, kv, group, R, S + k]
-    mixed = torch.einsum("bhgrs,bhsd->bhgrd", weights[..., :seen], context.values)
-    mixed = mixed + torch.einsum("bhgrk,bhrkd->bhgrd", weights[..., seen:], own.values)
-    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, count, heads * size)
-
-
 class _Attention(nn.Module):
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
@@ -212,14 +179,14 @@ class Drafter(nn.Module):
         features: Tensor = self.fc(aux.to(self.fc.weight.dtype))
         return features
 
-    def context(self, features: Tensor, tokens: Tensor, start: int = 0) -> KeyValues:
-        """Step-0 keys and values of positions start … start+S-1.
+    def context(self, features: Tensor, tokens: Tensor, positions: Tensor) -> KeyValues:
+        """Step-0 keys and values [N, n, d].
 
         Args:
-            features: g⁰, [B, S, H].
-            tokens: int64 [B, S], the *next* token x_{t+1} of each position t.
+            features: g⁰, [N, H].
+            tokens: int64 [N], the *next* token x_{t+1} of each position.
+            positions: int64 [N], each t within its document.
         """
-        positions = torch.arange(start, start + features.shape[1], device=features.device)[None]
         return self._key_values(self._input(features, tokens), positions)
 
     def step(
@@ -227,36 +194,32 @@ class Drafter(nn.Module):
         k: int,
         features: Tensor,
         tokens: Tensor,
-        rows: Tensor,
+        positions: Tensor,
         context: KeyValues,
-        *,
+        segments: Segments,
         own: KeyValues | None = None,
-    ) -> tuple[Tensor, KeyValues]:
+    ) -> tuple[Tensor, KeyValues | None]:
         """One pass of the layer, gᵏ to gᵏ⁺¹, over rows of any positions.
 
         Args:
             k: the step.
-            features: gᵏ, [B, R, H].
-            tokens: int64 [B, R], x_{t+1+k} of each row.
-            rows: int64 [B, R], the position t of each row; its RoPE position is t + k.
-            context: step-0 keys of at least positions 0 … t.
+            features: gᵏ, [R, H].
+            tokens: int64 [R], x_{t+1+k} of each row.
+            positions: int64 [R], the position t of each row; its RoPE position is t + k.
+            context: step-0 keys and values [S, n, d], as `segments` orders them.
+            segments: which of them each row sees.
             own: what the step before returned (None at step 0).
 
         Returns:
-            gᵏ⁺¹ [B, R, H] before the norm, and the rows' own keys and values of steps 1 … k.
+            gᵏ⁺¹ [R, H] before the norm, and the rows' own keys and values of steps 1 … k, [R, k, n, d].
         """
-        layer, config = self.midlayer, self.config
+        layer = self.midlayer
         u = self._input(features, tokens)
-        if own is None:
-            empty = u.new_zeros(u.shape[0], config.num_key_value_heads, u.shape[1], 0, config.head_dim)
-            own = KeyValues(empty, empty)
         if k > 0:
-            new = self._key_values(u, rows + k)
-            own = KeyValues(*(torch.cat([old, more[..., None, :]], 3) for old, more in zip(own, new, strict=True)))
-        q = self._rotate(self._heads(layer.self_attn.q_proj(u)), rows + k)
-        # Scores are recomputed in the backward pass: [R, S] of each head and step would not fit in memory.
-        mixed = checkpoint(attention, q, context, own, rows, use_reentrant=False, preserve_rng_state=False)
-        y = features + layer.self_attn.o_proj(mixed)
+            new = KeyValues(*(x[:, None] for x in self._key_values(u, positions + k)))
+            own = new if own is None else KeyValues(*(torch.cat(both, 1) for both in zip(own, new, strict=True)))
+        q = self._rotate(self._heads(layer.self_attn.q_proj(u)), positions + k)
+        y = features + layer.self_attn.o_proj(attention(q, context, own, segments))
         return y + layer.mlp(layer.post_attention_layernorm(y)), own
 
     def logits(self, features: Tensor) -> Tensor:
@@ -265,7 +228,7 @@ class Drafter(nn.Module):
         return logits
 
     def _input(self, features: Tensor, tokens: Tensor) -> Tensor:
-        """u = [RMS_input(E[x]) ; RMS_hidden(g)], [B, R, 2H]."""
+        """u = [RMS_input(E[x]) ; RMS_hidden(g)], [R, 2H]."""
         embedded = nn.functional.embedding(tokens, self.embedding).to(features.dtype)
         layer = self.midlayer
         return torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(features)], dim=-1)
@@ -275,12 +238,11 @@ class Drafter(nn.Module):
         return KeyValues(self._rotate(keys, positions), self._heads(self.midlayer.self_attn.v_proj(u)))
 
     def _heads(self, x: Tensor) -> Tensor:
-        size = self.config.head_dim
-        return x.view(*x.shape[:2], x.shape[2] // size, size).transpose(1, 2)  # [B, R, n·d] to [B, n, R, d]
+        return x.view(len(x), -1, self.config.head_dim)  # [R, n·d] to [R, n, d]
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """RoPE (Su et al. 2021) in the half-split layout of Llama: [B, n, R, d] at positions [B, R]."""
-        angles = positions[:, None, :, None] * self.frequencies.to(x.device)  # [B, 1, R, d/2]
+        """RoPE (Su et al. 2021) in the half-split layout of Llama: [R, n, d] at positions [R]."""
+        angles = positions[:, None, None] * self.frequencies.to(x.device)  # [R, 1, d/2]
         cos, sin = ((f * self.rope_factor).to(x.dtype) for f in (angles.cos(), angles.sin()))
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -126,13 +126,20 @@ class TrainParams:
 
     ttt_steps: int
     epochs: int
-    batch_documents: int
+    batch_tokens: int
+    micro_batch_tokens: int
+    optimizer: Literal["adamw", "muon"]
     learning_rate: float
+    weight_decay: float
     warmup_ratio: float
     loss_decay: float
     grad_clip: float
+    sharpen: float
+    dropout: float
+    average: float
     out_of_vocab: Literal["mask", "renormalise"]
     head_init: Literal["target", "random"]
+    validation: float
     seed: int
 
 
@@ -187,11 +194,17 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "vocab.size": (1, float("inf")),
     "train.ttt_steps": (1, 32),
     "train.epochs": (1, float("inf")),
-    "train.batch_documents": (1, float("inf")),
+    "train.batch_tokens": (1, float("inf")),
+    "train.micro_batch_tokens": (1, float("inf")),
     "train.learning_rate": (0, 1),
+    "train.weight_decay": (0, 10),
     "train.warmup_ratio": (0, 1),
     "train.loss_decay": (0, 1),
     "train.grad_clip": (1e-9, float("inf")),
+    "train.sharpen": (0, 1),
+    "train.dropout": (0, 0.9),
+    "train.average": (0, 0.9999),
+    "train.validation": (0, 0.5),
     "evaluate.prompts": (1, float("inf")),
     "evaluate.draft_steps": (1, 32),
     "evaluate.max_new_tokens": (1, float("inf")),

@@ -93,7 +93,8 @@ class Server:
         self.url = url.rstrip("/")
         self._process = process
         self._watched = watched
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._stopped = threading.Event()
         self._local = threading.local()
 
     @property
@@ -147,7 +148,7 @@ class Server:
         assert process is not None
         process.log.parent.mkdir(parents=True, exist_ok=True)
         with process.log.open("wb") as log:
-            process.child = subprocess.Popen(
+            process.child = child = subprocess.Popen(
                 process.command,
                 env=dict(process.environment),
                 stdin=subprocess.DEVNULL,
@@ -156,16 +157,19 @@ class Server:
                 start_new_session=True,
             )
         process.watch = subprocess.Popen(
-            [sys.executable, "-Sc", _WATCH, str(process.child.pid)],
+            [sys.executable, "-Sc", _WATCH, str(child.pid)],
             stdin=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._watched = Watched(process.child.pid, process.log)
+        self._watched = Watched(child.pid, process.log)
         began = time.monotonic()
         while not self._healthy():
-            if process.child.poll() is not None:
+            if child.poll() is not None:
                 raise EagletError(f"SGLang did not start: {self._watched.last_words()}")
+            if self._stopped.is_set():  # by another thread, which may have come too early to see this process
+                self._end()
+                raise EagletError("stopped")
             time.sleep(0.5)
         if sys.stderr.isatty():
             print(f"SGLang is ready at {self.url} after {time.monotonic() - began:.0f} s", file=sys.stderr)
@@ -180,14 +184,15 @@ class Server:
         """How a server of this machine ended, in a line; None while it runs, or where that cannot be seen."""
         if self._watched is None:
             return None
-        # A server that was killed closes its connections a moment before its process is gone.
-        for _ in range(50):
-            if self._watched.gone:
-                return f"the SGLang server died: {self._watched.last_words()}"
-            if self._healthy():
-                return None
-            time.sleep(0.2)
-        return f"the SGLang server answers no more: {self._watched.last_words()}"
+        with self._lock:  # not while another thread starts it anew
+            # A server that was killed closes its connections a moment before its process is gone.
+            for _ in range(50):
+                if self._watched.gone:
+                    return f"the SGLang server died: {self._watched.last_words()}"
+                if self._healthy():
+                    return None
+                time.sleep(0.2)
+            return f"the SGLang server answers no more: {self._watched.last_words()}"
 
     def revive(self, seen: int) -> None:
         """Start the process anew, once for all threads that saw generation `seen` die.
@@ -201,36 +206,42 @@ class Server:
             if seen != process.restarts:
                 return
             why = self.died()
-            if why is None:
+            if why is None or self._stopped.is_set():
                 return
             if process.restarts == _RESTARTS:
                 raise EagletError(f"{why}; it was started anew {_RESTARTS} times already")
             print(f"{why}; starting it anew", file=sys.stderr)
-            self.stop()
+            self._end()
             self.start()
             process.restarts += 1
 
     @property
     def generation(self) -> int:
-        """How often it was started anew."""
-        return self._process.restarts if self._process else 0
+        """How often it was started anew; while another thread does so, this waits."""
+        with self._lock:
+            return self._process.restarts if self._process else 0
 
     def stop(self) -> None:
-        """End the process that was started here, with its children; nothing for a server of someone else's."""
+        """End the process that was started here, for good; nothing for a server of someone else's."""
+        self._stopped.set()
+        self._end()
+
+    def _end(self) -> None:
+        """End the process with its children. Threads may do so at once."""
         process = self._process
         if process is None or process.child is None:
             return
-        if process.watch is not None:
-            process.watch.kill()
-            process.watch.communicate()
+        child, watch, process.child = process.child, process.watch, None
+        if watch is not None:
+            watch.kill()
+            watch.communicate()
         # SIGTERM to the first process only: it takes an end of its children for a crash, and sleeps over it.
-        process.child.terminate()
+        child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.child.wait(timeout=_PATIENCE)
+            child.wait(timeout=_PATIENCE)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.child.pid, signal.SIGKILL)
-        process.child.wait()
-        process.child = None
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
 
 
 def launch(params: LaunchParams, target: Target, capture: Mapping[str, str] | None) -> Server:
@@ -252,6 +263,8 @@ def launch(params: LaunchParams, target: Target, capture: Mapping[str, str] | No
         port = free.getsockname()[1]
     command = [params.python, "-m", "sglang.launch_server", "--model-path", str(target.folder.absolute())]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", target.dtype, "--skip-tokenizer-init"]
+    # SGLang ends itself where its own first request takes a busy machine more than 5 s; the probe is ours.
+    command += ["--skip-server-warmup"]
     command += ["--tp-size", str(params.tp), "--dp-size", str(params.dp)]
     if params.mem_fraction is not None:
         command += ["--mem-fraction-static", str(params.mem_fraction)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from eaglet.errors import EagletError
 from eaglet.files import human_bytes
@@ -125,7 +126,10 @@ class Spool:
             if time.monotonic() > deadline:
                 raise SpoolError(f"the server answered, and left no file in {self.folder}")
             time.sleep(0.002)
-        return read(path)
+        try:
+            return read(path)
+        except (OSError, SafetensorError) as error:
+            raise SpoolError(f"{path} cannot be read ({error})") from None
 
     def discard(self, rid: str) -> None:
         """Free what a request holds. The server takes this for the sign that the row is safe."""
@@ -146,8 +150,6 @@ class Spool:
 
 def read(path: Path) -> Captured:
     """A file of the spool, mapped into memory."""
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as file:
         metadata: dict[str, Any] = file.metadata()
         return Captured(file.get_tensor("aux"), file.get_tensor("final"), metadata)

@@ -149,8 +149,18 @@ class SGLangEngine:
         return [partial(SGLangEngine, params, target, part)] * count
 
     def _prove(self, streams: Sequence[str]) -> Proven:
-        """A server that captures these streams, started and proved where it is not yet."""
+        """A server that captures these streams, started and proved where it is not yet.
+
+        Raises:
+            EagletError: one of them is the last layer's, or the server captures something else.
+        """
         wanted = {layer_of(name) for name in streams if name != FINAL}
+        last = self._target.fingerprint.num_layers - 1
+        if last in wanted:
+            raise EagletError(
+                f"params.yaml: extract.layers: SGLang captures what enters a layer, and nothing follows layer {last}, "
+                f"the last: name {last - 1} at most"
+            )
         if self._proven is None or not wanted <= set(self._proven.layers):
             serving, room = self._serve_capture(streams)
             probe = self._probe(serving, room, streams)

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from eaglet import audit, files, rows, target
+from eaglet import audit, choices, files, rows, target
 from eaglet.errors import EagletError
 from eaglet.layers import FINAL
 from eaglet.params import AuditParams, Params
-from eaglet.paths import METRICS, ROWS
+from eaglet.paths import CHOICES, METRICS, ROWS
 from eaglet.progress import progress
 from eaglet.rows import Row
 from eaglet.store import States
@@ -32,15 +32,17 @@ class Findings:
     greedy_predicted: int = 0
     lowest: tuple[float, str] = (1.0, "")
     errors: dict[str, list[audit.Comparison]] = field(default_factory=dict)
+    choices: list[torch.Tensor] = field(default_factory=list)
 
 
 def run(params: Params) -> None:
-    """Write metrics/audit.json; fail where anything lies outside its bounds."""
+    """Write data/choices.safetensors and metrics/audit.json; fail where anything lies outside its bounds."""
     model = target.load(params.target)
     wanted = rows.read(ROWS)
     states = States()
     found = Findings(moments={name: audit.Moments() for name in states.streams})
-    check_rows(wanted, states, model.head(), params.audit, found)
+    head = model.head().float().to("cuda" if torch.cuda.is_available() else "cpu")
+    check_rows(wanted, states, head, params.audit, found)
     if not found.problems:  # a row that is broken in itself needs no reference
         check_reference(wanted, states, model, params.audit, found)
     files.write_json(METRICS / "audit.json", summary(found, wanted))
@@ -48,6 +50,7 @@ def run(params: Params) -> None:
     if found.problems:
         more = f" (and {len(found.problems) - 1} more in {METRICS / 'audit.json'})" if len(found.problems) > 1 else ""
         raise EagletError(f"audit failed: {found.problems[0]}{more}")
+    choices.save(CHOICES, wanted, found.choices)
     print(f"audit: {len(wanted)} rows × {len(states.streams)} streams are right")
 
 
@@ -61,8 +64,9 @@ def check_rows(wanted: Sequence[Row], states: States, head: torch.Tensor, bounds
                 continue
             for name, values in stored.items():
                 found.moments[name].add(values)
-            ids, mask = torch.from_numpy(row.input_ids).long(), torch.from_numpy(row.loss_mask)
-            hits, predicted = audit.agreement(stored[FINAL], head, ids, mask)
+            ids, places = torch.from_numpy(row.input_ids), torch.from_numpy(choices.places(row))
+            found.choices.append(audit.choices(stored[FINAL][places], head))
+            hits, predicted = int((found.choices[-1] == ids[places + 1]).sum()), len(places)
             found.hits += hits
             found.predicted += predicted
             if row.greedy:

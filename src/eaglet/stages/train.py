@@ -1,110 +1,158 @@
 """train: the drafter, from the stored hidden states that the audit passed."""
 
-import math
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from eaglet import draft_vocab, files, rows, target, training
+from eaglet import checkpoint, choices, draft_vocab, files, live, rows, target, training, ttt
+from eaglet.draft_vocab import DraftVocabulary
 from eaglet.drafter import Drafter, DrafterConfig, save
 from eaglet.errors import EagletError
 from eaglet.layers import FINAL, streams
-from eaglet.params import Params
-from eaglet.paths import DRAFTER, METRICS, PLOTS, ROWS, VOCAB
+from eaglet.loader import Example
+from eaglet.params import Params, TrainParams
+from eaglet.paths import CHOICES, DRAFTER, LIVE, METRICS, ROWS, STATES, STORE, VOCAB
 from eaglet.progress import progress
 from eaglet.rows import Row
-from eaglet.store import States
-from eaglet.training import StepRecord, TrainSettings
+from eaglet.store import MANIFEST, States
+from eaglet.training import Run
+
+# What the numbers of a run follow from besides its data: a run that other code began is not gone on with.
+_CODE = ("attention.py", "drafter.py", "loader.py", "loss.py", "training.py", "ttt.py")
 
 
 @dataclass(frozen=True)
 class StoredDocument:
-    """A row with its hidden states in data/states, read when they are needed."""
+    """A row with its hidden states in data/states."""
 
     row: Row
+    choices: Tensor
     store: States
 
-    @property
-    def sample(self) -> str:
-        """The row's name for messages."""
-        return self.row.id
-
-    @property
-    def input_ids(self) -> Tensor:
-        """int64 [T]."""
-        return torch.from_numpy(self.row.input_ids).long()
-
-    @property
-    def span_ids(self) -> Tensor:
-        """int64 [T]."""
-        return torch.from_numpy(self.row.span_ids)
-
-    def states(self) -> tuple[Tensor, Tensor]:
-        """Float32 [T, 3H] of the layers, low to high, and [T, H] after the final norm."""
+    def load(self) -> ttt.Document:
+        """Read the states."""
         stored = self.store.read(self.row.sample)
-        aux = torch.cat([stored[name] for name in streams(self.store.layers) if name != FINAL], dim=1)
-        return aux.float(), stored[FINAL].float()
+        return ttt.Document(
+            input_ids=torch.from_numpy(self.row.input_ids).long(),
+            span_ids=torch.from_numpy(self.row.span_ids),
+            choice=choices.spread(self.row, self.choices),
+            streams=[stored[name] for name in streams(self.store.layers) if name != FINAL],
+            final=stored[FINAL],
+        )
+
+    def example(self, vocab: DraftVocabulary, params: TrainParams) -> Example:
+        """Its rows counted; its states not read."""
+        return Example.of(
+            self.row.id,
+            torch.from_numpy(self.row.span_ids),
+            choices.spread(self.row, self.choices),
+            self.load,
+            t2d=vocab.t2d,
+            steps=params.ttt_steps,
+            out_of_vocab=params.out_of_vocab,
+        )
 
 
 def run(params: Params) -> None:
-    """Write data/drafter, metrics/train.json, plots/loss.csv and plots/accuracy.csv."""
+    """Write data/drafter, metrics/train.json and plots/train/; on each of several GPUs, a process of torchrun's."""
+    if torch.cuda.device_count() > 1 and "WORLD_SIZE" not in os.environ:
+        sys.stdout.flush()
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=gpu"]
+        os.execv(sys.executable, [*command, "-m", "eaglet", "train"])
+    with training.ranks() as (rank, device):
+        found = prepare(params, device)
+        with progress("train", found.steps, found.steps) as shown, live.metrics(LIVE, found, rank) as log:
+
+            def on_step(record: training.Record) -> None:
+                log(record)
+                shown.add(rows=1, tokens=1)
+
+            found.train(on_step)
+        if rank == 0:
+            finish(params, found)
+
+
+def prepare(params: Params, device: torch.device) -> Run:
+    """The run that the parameters and the data stand for; it may have begun already.
+
+    Raises:
+        EagletError: the data are another target's or another's tokenizer's, or nothing can be learnt from them.
+    """
     model = target.load(params.target)
     vocab = draft_vocab.load(VOCAB)
+    if len(vocab.t2d) != model.fingerprint.vocab_size:
+        raise EagletError(
+            f"{VOCAB} maps {len(vocab.t2d):,} tokens, the target has {model.fingerprint.vocab_size:,}: it is another "
+            "tokenizer's; run `dvc repro vocab`"
+        )
     states = States()
     if states.manifest["model"] != model.fingerprint.states:
         raise EagletError("data/states are another target's hidden states: run `dvc repro extract`")
-    documents = [StoredDocument(row, states) for row in rows.read(ROWS)]
-    training_rows = [document for document in documents if not document.row.heldout]
-    heldout = [document for document in documents if document.row.heldout]
-    settings = TrainSettings(**asdict(params.train))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    all_rows = rows.read(ROWS)
+    training_rows: list[Example] = []
+    validation: list[Example] = []
+    for row, chosen in zip(all_rows, choices.load(CHOICES, all_rows), strict=True):
+        example = StoredDocument(row, chosen, states).example(vocab, params.train)
+        if not row.heldout and example.loss_rows[0] > 0:
+            (validation if for_validation(row.sample, params.train.validation) else training_rows).append(example)
+    if not training_rows:
+        raise EagletError("no row to train on has two answer tokens in a row that the draft vocabulary can teach")
     config = DrafterConfig.from_target(model.config, len(vocab.d2t))
-    drafter = Drafter(config, model.embedding(), seed=settings.seed).to(device)
-
-    # Documents without a counted row are left out of the batches, so the last steps may come a little early.
-    batches = settings.epochs * math.ceil(len(training_rows) / settings.batch_documents)
-    with progress("train", batches, batches) as shown:
-        records = training.train(
-            drafter,
-            training_rows,
-            heldout,
-            model.head(),
-            vocab,
-            settings=settings,
-            on_step=lambda record: shown.add(rows=1, tokens=1),
-        )
-    save(DRAFTER, drafter, vocab, states.layers, model.config)
-    write_metrics(records, training_rows, heldout)
-    print(
-        f"train: {len(records)} steps, loss {records[0].loss:.3f} → {records[-1].loss:.3f} → {DRAFTER}",
+    return Run(
+        Drafter(config, model.embedding(), seed=params.train.seed).to(device),
+        training_rows,
+        validation,
+        model.head(),
+        vocab,
+        params.train,
+        run_folder(params, model.fingerprint.states),
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
     )
 
 
-def write_metrics(
-    records: Sequence[StepRecord], training_rows: Sequence[StoredDocument], heldout: Sequence[StoredDocument]
-) -> None:
-    """The curves, and the numbers at their ends."""
-    last = records[-1]
+def for_validation(sample: str, share: float) -> bool:
+    """Whether a training row is set aside to choose the best epoch: the held-out rows are for the final word."""
+    return int(sample[-8:], 16) < share * 2**32
+
+
+def run_folder(params: Params, model: str) -> Path:
+    """Where this run saves itself: named by all that its numbers follow from."""
+    data = [files.file_sha256(path) for path in (VOCAB, ROWS, CHOICES, STATES / MANIFEST)]
+    code = [files.file_sha256(Path(training.__file__).with_name(name)) for name in _CODE]
+    return STORE / "train" / files.digest([asdict(params.train), model, data, code])[:32]
+
+
+def finish(params: Params, found: Run) -> None:
+    """Export the best weights, and write the numbers."""
+    store = States()
+    save(DRAFTER, found.drafter, found.vocab, store.layers, target.load(params.target).config)
+    records, last = found.records, found.records[-1]
+    heldout = [record.validation for record in records if record.validation is not None]
+    best = found.best
     numbers = {
-        "rows": len(training_rows),
-        "heldout_rows": len(heldout),
+        "rows": len(found.examples),
+        "validation_rows": len(found.validation),
+        "left_out_rows": count_left_out(found),
         "steps": len(records),
+        "tokens": sum(record.tokens for record in records),
         "first_loss": records[0].loss,
         "last_loss": last.loss,
         "last_acc": last.acc,
-        "heldout": last.heldout,
+        "best_epoch": best[1] if best else last.epoch,
+        "validation": heldout[best[1] - 1] if best else None,
     }
     files.write_json(METRICS / "train.json", numbers)
-    losses = [(r.step, "batch", r.loss) for r in records]
-    losses += [(r.step, "held out", r.heldout["loss"]) for r in records if r.heldout is not None]
-    files.write_csv(PLOTS / "loss.csv", ["step", "series", "loss"], losses)
-    accuracies = [(r.step, f"batch, step {k}", acc) for r in records for k, acc in enumerate(r.acc)]
-    accuracies += [
-        (r.step, f"held out, step {k}", acc)
-        for r in records
-        if r.heldout is not None
-        for k, acc in enumerate(r.heldout["acc"])
-    ]
-    files.write_csv(PLOTS / "accuracy.csv", ["step", "series", "acc"], accuracies)
+    checkpoint.remove(found.folder)
+    what = f", simulated acceptance length {best[0]:.3f} in epoch {best[1]}" if best else ""
+    print(f"train: {len(records)} steps, loss {records[0].loss:.3f} → {last.loss:.3f}{what} → {DRAFTER}")
+
+
+def count_left_out(found: Run) -> int:
+    """Rows to train on that teach nothing: fewer than two answer tokens in a row, or none in the draft vocabulary."""
+    wanted: Sequence[Row] = [row for row in rows.read(ROWS) if not row.heldout]
+    return len(wanted) - len(found.examples) - len(found.validation)
