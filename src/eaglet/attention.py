@@ -116,12 +116,12 @@ def _own_products(x: Tensor, own: Tensor) -> Tensor:
     """Each row's head vectors [R, n·g, d] times its own [R, k, n, d]: [R, n·g, k], float32 or wider."""
     wide = torch.promote_types(x.dtype, torch.float32)
     products: Tensor = torch.einsum("rngd,rknd->rngk", _grouped(x, own.shape[2]), own)
-    wider: Tensor = products.flatten(1, 2).to(wide)
-    return wider
+    return products.flatten(1, 2).to(wide)
 
 
 def _own_scores(q: Tensor, own_keys: Tensor) -> Tensor:
-    return _own_products(q, own_keys) * q.shape[-1] ** -0.5
+    scores: Tensor = _own_products(q, own_keys) * q.shape[-1] ** -0.5
+    return scores
 
 
 def _weigh(weights: Tensor, own: Tensor) -> Tensor:
