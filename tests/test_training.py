@@ -105,6 +105,14 @@ def train(*args: Any, **kwargs: Any) -> list[Record]:
     return run.records
 
 
+def evaluate(
+    drafter: Drafter, documents: Sequence[Tiny], head: Tensor, vocab: DraftVocabulary, params: TrainParams = PARAMS
+) -> dict[str, Any]:
+    """A drafter's measures on documents in memory."""
+    scorer = training.Scorer(drafter, head, vocab, params, torch.float32)
+    return scorer.evaluate([one.example(head, vocab, params) for one in documents])
+
+
 def results(records: Sequence[Record]) -> list[dict[str, Any]]:
     """What follows from the data, without what is this machine's."""
     machine = ("tokens_per_second", "waited", "flops")
@@ -189,8 +197,7 @@ def world(learnt: bool = True) -> World:
 
 def test_a_tiny_set_is_learnt() -> None:
     w = world()
-    run = new_run(w.trained, w.documents, w.head, w.vocab, replace(PARAMS, head_init="random"))
-    measured = training.evaluate(run, run.examples)
+    measured = evaluate(w.trained, w.documents, w.head, w.vocab)
     assert measured["rows"] == [8 * (ANSWER - 1), 8 * (ANSWER - 2), 8 * (ANSWER - 3)]
     assert measured["simulated_acceptance_length"] >= 0.9 * (STEPS + 1)
 
@@ -261,7 +268,7 @@ def test_the_best_epoch_is_kept() -> None:
     scores = [one.validation["simulated_acceptance_length"] for one in run.records if one.validation]
     assert len(scores) == 12 and max(scores) > scores[-1]
     assert run.best == (max(scores), scores.index(max(scores)) + 1)
-    kept = training.evaluate(run)
+    kept = evaluate(run.drafter, w.documents, w.head, w.vocab)
     assert kept["simulated_acceptance_length"] == max(scores)
 
 
@@ -470,7 +477,7 @@ def test_too_few_rows_for_a_batch() -> None:
     with pytest.raises(EagletError, match=r"the 8 rows .* 256 tokens, fewer .* train.batch_tokens 257"):
         new_run(w.trained, w.documents, w.head, w.vocab, replace(PARAMS, batch_tokens=257))
     with pytest.raises(EagletError, match="two answer tokens"):
-        training.evaluate(new_run(w.trained, w.documents, w.head, w.vocab))
+        evaluate(w.trained, [], w.head, w.vocab)
 
 
 def test_a_loss_that_is_not_finite_names_the_rows_and_keeps_the_checkpoint(tmp_path: Path) -> None:

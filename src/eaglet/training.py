@@ -70,6 +70,80 @@ class _State:
         return cls(raw["step"], None if raw["best"] is None else (raw["best"][0], raw["best"][1]))
 
 
+class _Sums(nn.Module):
+    """`ttt.sums` as a module, so that it runs with copies of the weights in another type."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__()
+        self.drafter = drafter
+
+    def forward(
+        self, batch: ttt.Batch, draft_head: Tensor, vocab: DraftVocabulary, weights: Tensor, sharpen: float
+    ) -> ttt.Sums:
+        return ttt.sums(self.drafter, batch, draft_head, vocab, weights, sharpen)
+
+
+class Scorer:
+    """What a drafter's rows are scored against: the target's choices and probabilities, in `dtype`."""
+
+    def __init__(
+        self, drafter: Drafter, head_weight: Tensor, vocab: DraftVocabulary, params: TrainParams, dtype: torch.dtype
+    ) -> None:
+        """On the drafter's device; `head_weight` is the target's head, [V, H]."""
+        self.device = drafter.fc.weight.device
+        self.params = params
+        self.loader = Loader(vocab.t2d, params.ttt_steps, params.out_of_vocab, self.device)
+        self._drafter, self._dtype = drafter, dtype
+        self._vocab = DraftVocabulary(vocab.d2t.to(self.device), vocab.t2d.to(self.device))
+        self._draft_head = head_weight[vocab.target_ids].to(self.device, dtype)
+        self._sums = _Sums(drafter)
+
+    def sums(self, micro: ttt.Batch, weights: Tensor) -> ttt.Sums:
+        """See `ttt.sums`; with copies of the weights in `dtype`, whose gradients the weights get."""
+        copies = {f"drafter.{name}": p.to(self._dtype) for name, p in self._drafter.named_parameters()}
+        arguments = (micro, self._draft_head, self._vocab, weights, self.params.sharpen)
+        part: ttt.Sums = torch.func.functional_call(self._sums, copies, arguments)
+        return part
+
+    @torch.no_grad()
+    def evaluate(self, examples: Sequence[Example]) -> dict[str, Any]:
+        """Loss and simulated acceptance of the drafter as it is, over all ranks.
+
+        Returns:
+            {"loss", "acc": [K], "rows": [K] counted, "simulated_acceptance_length"}.
+
+        Raises:
+            EagletError: no counted row.
+        """
+        chosen = [example for example in examples if example.rows[0] > 0]
+        if not chosen:
+            raise EagletError("no row to evaluate on has two answer tokens in a row")
+        lengths = [example.length for example in chosen]
+        rows, loss_rows = (torch.stack([getattr(one, name) for one in chosen]).sum(0) for name in ("rows", "loss_rows"))
+        weights = ttt.loss_weights(loss_rows, self.params.loss_decay).to(self.device)
+        mine = loader.share(range(len(chosen)), lengths, _ranks())[_rank()]
+        groups = loader.fill(mine, lengths, self.params.micro_batch_tokens)
+        losses, hits = self.zeros()
+        for micro in self.loader.batches([chosen[index] for index in group] for group in groups):
+            part = self.sums(micro, weights)
+            losses += part.losses
+            hits += part.hits
+        _sum_over_ranks(losses)
+        _sum_over_ranks(hits)
+        acc = ttt.accuracy(hits.cpu(), rows)
+        return {
+            "loss": float((losses * weights).sum()),
+            "acc": acc,
+            "rows": rows.tolist(),
+            "simulated_acceptance_length": ttt.simulated_acceptance_length(acc),
+        }
+
+    def zeros(self) -> tuple[Tensor, Tensor]:
+        """Sums of nothing: losses [K] and hits, int64 [K]."""
+        steps = self.params.ttt_steps
+        return torch.zeros(steps, device=self.device), torch.zeros(steps, dtype=torch.int64, device=self.device)
+
+
 @dataclass
 class Run:
     """A training run: what it learns from, and where it stands.
@@ -96,11 +170,8 @@ class Run:
 
     def __post_init__(self) -> None:
         """Raises EagletError where the examples do not fill a batch."""
-        device = self.drafter.fc.weight.device
-        self._on_device = DraftVocabulary(self.vocab.d2t.to(device), self.vocab.t2d.to(device))
-        self._draft_head = self.head_weight[self.vocab.target_ids].to(device, self.dtype)
-        self._sums = _Sums(self.drafter)
-        self._loader = Loader(self.vocab.t2d, self.params.ttt_steps, self.params.out_of_vocab, device)
+        self._scorer = Scorer(self.drafter, self.head_weight, self.vocab, self.params, self.dtype)
+        self._loader = self._scorer.loader
         self._optimizers = optimizers(self.drafter, self.params)
         self._average = {name: p.detach().clone() for name, p in self.drafter.named_parameters()}
         self._state = _State()
@@ -169,18 +240,16 @@ class Run:
 
     def _step(self, step: int, epoch: int, batch: list[int], batches: Iterator[ttt.Batch]) -> dict[str, Any]:
         """One update of the weights."""
-        device = self._draft_head.device
         counts = torch.stack([self.examples[index].loss_rows for index in batch]).sum(0)
-        weights = ttt.loss_weights(counts, self.params.loss_decay).to(device)
+        weights = ttt.loss_weights(counts, self.params.loss_decay).to(self._scorer.device)
         rate = learning_rate(step, self.steps, self.params)
         self._loader.waited, self._flops = 0.0, 0.0
-        losses = torch.zeros(self.params.ttt_steps, device=device)
-        hits = torch.zeros(self.params.ttt_steps, dtype=torch.int64, device=device)
+        losses, hits = self._scorer.zeros()
         for place, _ in enumerate(self._mine(batch)):
             micro = next(batches)
             if self.params.dropout:
                 _drop(micro.aux, self.params.dropout, f"{self.params.seed}/{step}/{_rank()}/{place}")
-            part = self._part(micro, weights)
+            part = self._scorer.sums(micro, weights)
             part.loss.backward()  # type: ignore[no-untyped-call]
             losses += part.losses.detach()
             hits += part.hits
@@ -220,13 +289,6 @@ class Run:
             "grad_norm": norm,
         }
 
-    def _part(self, micro: ttt.Batch, weights: Tensor) -> ttt.Sums:
-        """Of a micro-batch, in `dtype`."""
-        copies = {f"drafter.{name}": p.to(self.dtype) for name, p in self.drafter.named_parameters()}
-        arguments = (micro, self._draft_head, self._on_device, weights, self.params.sharpen)
-        part: ttt.Sums = torch.func.functional_call(self._sums, copies, arguments)
-        return part
-
     def _speed(self, tokens: int, seconds: float) -> dict[str, Any]:
         return {
             "tokens_per_second": tokens / seconds,
@@ -237,7 +299,7 @@ class Run:
     def _measure(self, epoch: int) -> dict[str, Any]:
         """Validate the averaged weights, and keep them if they are the best."""
         with self._averaged():
-            measured = evaluate(self)
+            measured = self._scorer.evaluate(self.validation)
         score = measured["simulated_acceptance_length"]
         if self._state.best is None or score > self._state.best[0]:
             self._state.best = (score, epoch)
@@ -302,19 +364,6 @@ class Run:
             path.write_text("".join(line + "\n" for line in lines))
 
 
-class _Sums(nn.Module):
-    """`ttt.sums` as a module, so that it runs with copies of the weights in another type."""
-
-    def __init__(self, drafter: Drafter) -> None:
-        super().__init__()
-        self.drafter = drafter
-
-    def forward(
-        self, batch: ttt.Batch, draft_head: Tensor, vocab: DraftVocabulary, weights: Tensor, sharpen: float
-    ) -> ttt.Sums:
-        return ttt.sums(self.drafter, batch, draft_head, vocab, weights, sharpen)
-
-
 class _Averaged:
     """The drafter with other weights, for a while."""
 
@@ -332,42 +381,6 @@ class _Averaged:
     def _copy(self, source: dict[str, Tensor]) -> None:
         for name, parameter in self._parameters.items():
             parameter.copy_(source[name])
-
-
-@torch.no_grad()
-def evaluate(run: Run, examples: Sequence[Example] | None = None) -> dict[str, Any]:
-    """Loss and simulated acceptance of a run's drafter as it is, on its validation rows or on others.
-
-    Returns:
-        {"loss", "acc": [K], "rows": [K] counted, "simulated_acceptance_length"}.
-
-    Raises:
-        EagletError: no counted row.
-    """
-    chosen = [example for example in (run.validation if examples is None else examples) if example.rows[0] > 0]
-    if not chosen:
-        raise EagletError("no row to evaluate on has two answer tokens in a row")
-    lengths = [example.length for example in chosen]
-    device = run._draft_head.device
-    rows, loss_rows = (torch.stack([getattr(one, name) for one in chosen]).sum(0) for name in ("rows", "loss_rows"))
-    weights = ttt.loss_weights(loss_rows, run.params.loss_decay).to(device)
-    mine = loader.share(range(len(chosen)), lengths, _ranks())[_rank()]
-    groups = loader.fill(mine, lengths, run.params.micro_batch_tokens)
-    losses = torch.zeros(run.params.ttt_steps, device=device)
-    hits = torch.zeros(run.params.ttt_steps, dtype=torch.int64, device=device)
-    for micro in run._loader.batches([chosen[index] for index in group] for group in groups):
-        part = run._part(micro, weights)
-        losses += part.losses
-        hits += part.hits
-    _sum_over_ranks(losses)
-    _sum_over_ranks(hits)
-    acc = ttt.accuracy(hits.cpu(), rows)
-    return {
-        "loss": float((losses * weights).sum()),
-        "acc": acc,
-        "rows": rows.tolist(),
-        "simulated_acceptance_length": ttt.simulated_acceptance_length(acc),
-    }
 
 
 def learning_rate(step: int, total: int, params: TrainParams) -> float:
