@@ -1,5 +1,8 @@
 """The command line: one command per stage, and those that look without computing."""
 
+from pathlib import Path
+from typing import Literal
+
 import click
 
 from eaglet import params
@@ -84,6 +87,22 @@ def evaluate() -> None:
     from eaglet.stages.evaluate import run
 
     run(params.load())
+
+
+@main.group()
+def export() -> None:
+    """What was made, in the form of other programs."""
+
+
+@export.command("drafter")
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--to", "engine", type=click.Choice(["sglang", "vllm"]), required=True, help="The engine that loads it.")
+@click.option("--push-to-hub", "repo", metavar="REPO", help="Upload it to this Hugging Face repository as well.")
+def export_drafter(folder: Path, engine: Literal["sglang", "vllm"], repo: str | None) -> None:
+    """The trained drafter into FOLDER, with a model card."""
+    from eaglet.commands.export import run
+
+    run(params.load(), engine, folder, repo)
 
 
 @main.command()

@@ -347,6 +347,15 @@ def load(folder: Path, embedding: Tensor) -> tuple[Drafter, DraftVocabulary]:
     Raises:
         EagletError: a file is missing or damaged, a tensor is not as expected, or the embedding's shape.
     """
+    tensors, config = read(folder)
+    vocab = draft_vocab.check(tensors.pop("d2t"), tensors.pop("t2d"), str(folder))
+    drafter = Drafter(config, embedding)
+    drafter.load_state_dict(tensors)
+    return drafter.to(embedding.device, embedding.dtype), vocab
+
+
+def read(folder: Path) -> tuple[dict[str, Tensor], DrafterConfig]:
+    """The tensors that `save` wrote, checked, and the drafter's sizes; raises as `load`."""
     path = folder / "model.safetensors"
     config = _read_config(folder / "config.json")
     try:
@@ -354,10 +363,7 @@ def load(folder: Path, embedding: Tensor) -> tuple[Drafter, DraftVocabulary]:
     except (SafetensorError, OSError) as error:
         raise EagletError(f"{path} cannot be read ({error})") from None
     check_tensors(tensors, config, str(path))
-    vocab = draft_vocab.check(tensors.pop("d2t"), tensors.pop("t2d"), str(path))
-    drafter = Drafter(config, embedding)
-    drafter.load_state_dict(tensors)
-    return drafter.to(embedding.device, embedding.dtype), vocab
+    return tensors, config
 
 
 def read_layers(folder: Path) -> list[int]:

@@ -170,8 +170,8 @@ class Run:
 
     def __post_init__(self) -> None:
         """Raises EagletError where the examples do not fill a batch."""
-        self._scorer = Scorer(self.drafter, self.head_weight, self.vocab, self.params, self.dtype)
-        self._loader = self._scorer.loader
+        self.scorer = Scorer(self.drafter, self.head_weight, self.vocab, self.params, self.dtype)
+        self._loader = self.scorer.loader
         self._optimizers = optimizers(self.drafter, self.params)
         self._average = {name: p.detach().clone() for name, p in self.drafter.named_parameters()}
         self._state = _State()
@@ -241,15 +241,15 @@ class Run:
     def _step(self, step: int, epoch: int, batch: list[int], batches: Iterator[ttt.Batch]) -> dict[str, Any]:
         """One update of the weights."""
         counts = torch.stack([self.examples[index].loss_rows for index in batch]).sum(0)
-        weights = ttt.loss_weights(counts, self.params.loss_decay).to(self._scorer.device)
+        weights = ttt.loss_weights(counts, self.params.loss_decay).to(self.scorer.device)
         rate = learning_rate(step, self.steps, self.params)
         self._loader.waited, self._flops = 0.0, 0.0
-        losses, hits = self._scorer.zeros()
+        losses, hits = self.scorer.zeros()
         for place, _ in enumerate(self._mine(batch)):
             micro = next(batches)
             if self.params.dropout:
                 _drop(micro.aux, self.params.dropout, f"{self.params.seed}/{step}/{_rank()}/{place}")
-            part = self._scorer.sums(micro, weights)
+            part = self.scorer.sums(micro, weights)
             part.loss.backward()  # type: ignore[no-untyped-call]
             losses += part.losses.detach()
             hits += part.hits
@@ -299,7 +299,7 @@ class Run:
     def _measure(self, epoch: int) -> dict[str, Any]:
         """Validate the averaged weights, and keep them if they are the best."""
         with self._averaged():
-            measured = self._scorer.evaluate(self.validation)
+            measured = self.scorer.evaluate(self.validation)
         score = measured["simulated_acceptance_length"]
         if self._state.best is None or score > self._state.best[0]:
             self._state.best = (score, epoch)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def run(params: Params) -> None:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=gpu"]
         os.execv(sys.executable, [*command, "-m", "eaglet", "train"])
     with training.ranks() as (rank, device):
-        found = prepare(params, device)
+        found, heldout = prepare(params, device)
         with progress("train", found.steps, found.steps) as shown, live.metrics(LIVE, found, rank) as log:
 
             def on_step(record: training.Record) -> None:
@@ -73,12 +74,14 @@ def run(params: Params) -> None:
                 shown.add(rows=1, tokens=1)
 
             found.train(on_step)
+        # Once, and after the best epoch was chosen without them.
+        measured = found.scorer.evaluate(heldout) if heldout else None
         if rank == 0:
-            finish(params, found)
+            finish(params, found, measured)
 
 
-def prepare(params: Params, device: torch.device) -> Run:
-    """The run that the parameters and the data stand for; it may have begun already.
+def prepare(params: Params, device: torch.device) -> tuple[Run, list[Example]]:
+    """The run that the parameters and the data stand for, which may have begun already; and the held-out rows.
 
     Raises:
         EagletError: the data are another target's or another's tokenizer's, or nothing can be learnt from them.
@@ -96,14 +99,17 @@ def prepare(params: Params, device: torch.device) -> Run:
     all_rows = rows.read(ROWS)
     training_rows: list[Example] = []
     validation: list[Example] = []
+    heldout: list[Example] = []
     for row, chosen in zip(all_rows, choices.load(CHOICES, all_rows), strict=True):
         example = StoredDocument(row, chosen, states).example(vocab, params.train)
-        if not row.heldout and example.loss_rows[0] > 0:
+        if row.heldout and example.rows[0] > 0:
+            heldout.append(example)
+        elif not row.heldout and example.loss_rows[0] > 0:
             (validation if for_validation(row.sample, params.train.validation) else training_rows).append(example)
     if not training_rows:
         raise EagletError("no row to train on has two answer tokens in a row that the draft vocabulary can teach")
     config = DrafterConfig.from_target(model.config, len(vocab.d2t))
-    return Run(
+    found = Run(
         Drafter(config, model.embedding(), seed=params.train.seed).to(device),
         training_rows,
         validation,
@@ -113,6 +119,7 @@ def prepare(params: Params, device: torch.device) -> Run:
         run_folder(params, model.fingerprint.states),
         dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
     )
+    return found, heldout
 
 
 def for_validation(sample: str, share: float) -> bool:
@@ -127,12 +134,12 @@ def run_folder(params: Params, model: str) -> Path:
     return STORE / "train" / files.digest([asdict(params.train), model, data, code])[:32]
 
 
-def finish(params: Params, found: Run) -> None:
+def finish(params: Params, found: Run, heldout: dict[str, Any] | None) -> None:
     """Export the best weights, and write the numbers."""
     store = States()
     save(DRAFTER, found.drafter, found.vocab, store.layers, target.load(params.target).config)
     records, last = found.records, found.records[-1]
-    heldout = [record.validation for record in records if record.validation is not None]
+    validated = [record.validation for record in records if record.validation is not None]
     best = found.best
     numbers = {
         "rows": len(found.examples),
@@ -144,7 +151,8 @@ def finish(params: Params, found: Run) -> None:
         "last_loss": last.loss,
         "last_acc": last.acc,
         "best_epoch": best[1] if best else last.epoch,
-        "validation": heldout[best[1] - 1] if best else None,
+        "validation": validated[best[1] - 1] if best else None,
+        "heldout": heldout,
     }
     files.write_json(METRICS / "train.json", numbers)
     checkpoint.remove(found.folder)
