@@ -82,11 +82,30 @@ def train() -> None:
 
 
 @main.command()
-def evaluate() -> None:
+@click.option(
+    "--server",
+    "url",
+    metavar="[URL]",
+    is_flag=False,
+    flag_value="",
+    help="In SGLang instead, with the drafter and without: at URL, or in servers that are started.",
+)
+@click.option("--controls", is_flag=True, help="On states that are wrong on purpose instead, beside the right ones.")
+def evaluate(url: str | None, controls: bool) -> None:
     """Decode held-out prompts with drafter and target together."""
-    from eaglet.stages.evaluate import run
+    loaded = params.load()
+    if controls:
+        from eaglet.commands.controls import run as run_controls
 
-    run(params.load())
+        run_controls(loaded)
+    if url is not None:
+        from eaglet.commands.served import run as run_served
+
+        run_served(loaded, url or None)
+    if url is None and not controls:
+        from eaglet.stages.evaluate import run
+
+        run(loaded)
 
 
 @main.group()

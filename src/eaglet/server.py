@@ -244,16 +244,43 @@ class Server:
         child.wait()
 
 
-def launch(params: LaunchParams, target: Target, capture: Mapping[str, str] | None) -> Server:
+@dataclass(frozen=True)
+class Drafting:
+    """A drafter that a server decodes with, and the tokens it drafts a cycle, in a chain."""
+
+    folder: Path
+    steps: int
+
+    def arguments(self) -> list[str]:
+        """Of sglang.launch_server."""
+        chain = {"num-steps": self.steps, "eagle-topk": 1, "num-draft-tokens": self.steps + 1}
+        found = ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(self.folder)]
+        return found + [word for name, value in chain.items() for word in (f"--speculative-{name}", str(value))]
+
+
+def launch(
+    params: LaunchParams,
+    target: Target,
+    capture: Mapping[str, str] | None,
+    drafting: Drafting | None = None,
+    more: Sequence[str] = (),
+) -> Server:
     """A server of the target on this machine, not started yet.
 
     Args:
         capture: the plugin's environment; None for a server that only answers.
+        drafting: what it answers with beside the target.
+        more: arguments of sglang.launch_server; those of params win.
 
     Raises:
         EagletError: the environment lacks SGLang or the plugin, or the machine the GPUs.
     """
     release, gpus = _installed(Path(params.python), with_plugin=capture is not None)
+    if drafting is not None and gpus == 0:
+        raise EagletError(
+            f"SGLang decodes with a drafter on a GPU only, and {params.python} sees none; `eaglet evaluate` without "
+            "--server decodes the same chains here"
+        )
     if 0 < gpus < params.tp * params.dp:
         raise EagletError(
             f"params.yaml: engine.launch.tp {params.tp} × dp {params.dp} need as many GPUs; this machine has {gpus}"
@@ -281,14 +308,59 @@ def launch(params: LaunchParams, target: Target, capture: Mapping[str, str] | No
         command += ["--disable-radix-cache", "--enable-return-hidden-states"]
     if capture is not None or gpus == 0:
         command += no_graphs
+    if drafting is not None:
+        command += drafting.arguments()
+    command += more
     command += params.args  # last, so that they win
     environment = {**os.environ, **(capture or {}), "HF_HUB_OFFLINE": "1"}
     if gpus == 0 and params.tp > 1:
         # SGLang must be told which cores are whose, and not to use the NCCL that torch may bring: it wants a GPU.
         environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", _cores(params.tp))
         environment.setdefault("SGLANG_NCCL_SO_PATH", "none")
-    log = (STORE / "logs" / ("sglang-extract.log" if capture is not None else "sglang-generate.log")).absolute()
+    use = "extract" if capture is not None else "draft" if drafting is not None else "generate"
+    log = (STORE / "logs" / f"sglang-{use}.log").absolute()
     return Server(f"http://127.0.0.1:{port}", _Process(command, environment, log))
+
+
+def check_target(serving: Server, target: Target) -> dict[str, Any]:
+    """Whether a running server is one that can be used, and serves this target; its own arguments.
+
+    Raises:
+        EagletError: not reachable, another release, another model, or arithmetic that is not the target's.
+    """
+    try:
+        model, args = serving.get("/model_info"), serving.get("/server_info")
+    except (Unreachable, Rejected) as error:
+        raise EagletError(
+            f"no SGLang server answers at {serving.url} ({error}): start it, or leave its address out to have "
+            "one started"
+        ) from None
+    check_release(args.get("version"), f"the server at {serving.url}")
+    folder, ours = target.folder, target.fingerprint
+    served = {str(model.get("model_path")), str(args.get("served_model_name"))}
+    known = {str(folder), str(folder.absolute()), ours.name}
+    same = served & known or {Path(name).name for name in served} & known
+    architectures = model.get("architectures") or []
+    if not same or (architectures and ours.architecture not in architectures):
+        raise EagletError(
+            f"the server at {serving.url} serves {model.get('model_path')} ({', '.join(architectures)}), not the "
+            f"target {ours.name} ({ours.architecture}): serve that one, with --served-model-name {ours.name} if its "
+            "folder is named otherwise"
+        )
+    config = target.config
+    plain = getattr(config, "quantization_config", None) is None
+    native = str(getattr(config, "dtype", None)).removeprefix("torch.")  # what "auto" comes to
+    for name, wanted in {
+        "dtype": (target.dtype, *(["auto"] if native == target.dtype else [])),
+        "kv_cache_dtype": ("auto", target.dtype),
+        "quantization": (None,) if plain else (None, args.get("quantization")),
+    }.items():
+        if args.get(name) not in wanted:
+            raise EagletError(
+                f"the server at {serving.url} runs with {name} {args.get(name)}; its numbers would not be the "
+                f"target's own in {target.dtype}: start it without"
+            )
+    return args
 
 
 def check_release(release: str | None, where: str) -> None:

@@ -10,6 +10,7 @@ from eaglet.params import Params
 from eaglet.paths import DRAFTER, METRICS, ROWS, STATES
 from eaglet.store import MANIFEST
 
+
 def run(params: Params, engine: export.Engine, folder: Path, repo: str | None) -> None:
     """Write the folder; with `repo`, upload it."""
     model = target.load(params.target)

@@ -225,7 +225,7 @@ class SGLangEngine:
         if url is None:
             return self._launch(None)
         serving = Server(url)
-        self._check(serving)
+        server.check_target(serving, self._target)
         return serving
 
     def _serve_capture(self, streams: Sequence[str]) -> tuple[Server, Spool]:
@@ -235,7 +235,7 @@ class SGLangEngine:
         if url is not None:
             self._spool = Spool(parent, limit)
             serving = Server(url)
-            self._check(serving)
+            server.check_target(serving, self._target)
             return serving, self._spool
         self._open.close()  # a server of other layers
         folder = self._open.enter_context(spool.own_folder(parent))
@@ -254,45 +254,6 @@ class SGLangEngine:
         self._open.callback(serving.stop)
         serving.start()
         return serving
-
-    def _check(self, serving: Server) -> None:
-        """Whether a running server is one that can be used, and serves this target.
-
-        Raises:
-            EagletError: not reachable, another release, another model, or arithmetic that is not the target's.
-        """
-        try:
-            model, args = serving.get("/model_info"), serving.get("/server_info")
-        except (Unreachable, Rejected) as error:
-            raise EagletError(
-                f"no SGLang server answers at {serving.url} ({error}): start it, or set engine.url to null to have one "
-                "started"
-            ) from None
-        server.check_release(args.get("version"), f"the server at {serving.url}")
-        folder = self._target.folder
-        served = {str(model.get("model_path")), str(args.get("served_model_name"))}
-        known = {str(folder), str(folder.absolute()), self._target.fingerprint.name}
-        same = served & known or {Path(name).name for name in served} & known
-        architectures = model.get("architectures") or []
-        if not same or (architectures and self._target.fingerprint.architecture not in architectures):
-            raise EagletError(
-                f"the server at {serving.url} serves {model.get('model_path')} ({', '.join(architectures)}), not the "
-                f"target {self._target.fingerprint.name} ({self._target.fingerprint.architecture}): serve that one, "
-                f"with --served-model-name {self._target.fingerprint.name} if its folder is named otherwise"
-            )
-        config = self._target.config
-        plain = getattr(config, "quantization_config", None) is None
-        native = str(getattr(config, "dtype", None)).removeprefix("torch.")  # what "auto" comes to
-        for name, wanted in {
-            "dtype": (self._target.dtype, *(["auto"] if native == self._target.dtype else [])),
-            "kv_cache_dtype": ("auto", self._target.dtype),
-            "quantization": (None,) if plain else (None, args.get("quantization")),
-        }.items():
-            if args.get(name) not in wanted:
-                raise EagletError(
-                    f"the server at {serving.url} runs with {name} {args.get(name)}; its numbers would not be the "
-                    f"target's own in {self._target.dtype}: start it without"
-                )
 
     def _probe(self, serving: Server, room: Spool, streams: Sequence[str]) -> Captured:
         """Put a short request, and prove by its file what the server captures: layers, norm, arithmetic, model.
