@@ -111,7 +111,7 @@ def project(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Project
         audit__min_row_agreement=0.0,
         vocab__size=256,
         train__epochs=1,
-        train__batch_documents=64,
+        train__batch_tokens=4096,
         train__ttt_steps=2,
         evaluate__prompts=6,
         evaluate__max_new_tokens=8,
@@ -148,6 +148,38 @@ def test_results_show_and_verify_read_the_run(project: Project) -> None:
         assert word in table
     assert "after the final norm" in project.run("eaglet", "show")
     assert "every checksum holds" in project.run("eaglet", "verify")
+
+
+def test_the_drafter_is_exported_with_what_is_known_of_it(project: Project) -> None:
+    output = project.run("eaglet", "export", "drafter", "--to", "vllm", "served/vllm")
+    assert "vllm serve" in output and "eagle3" in output
+    card = (project.folder / "served/vllm/README.md").read_text()
+    assert f"| {project.metrics('evaluate')['acceptance_length']:.3f} |" in card
+    assert re.search(r"\| data \| `sha256:[0-9a-f]{64}` \|", card)
+    project.run("eaglet", "export", "drafter", "--to", "sglang", "served/sglang")
+    config = json.loads((project.folder / "served/sglang/config.json").read_text())
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert "not exported by eaglet" in project.run(
+        "eaglet", "export", "drafter", "--to", "sglang", "data/prompts", check=False
+    )
+    shutil.rmtree(project.folder / "served")
+
+
+def test_controls_name_every_fault(project: Project) -> None:
+    output = project.run("eaglet", "evaluate", "--controls")
+    faults = project.metrics("controls")["faults"]
+    assert faults.pop("right")["audit"] is None
+    assert {name: one["audit"].split(" looks like ")[1].split(",")[0] for name, one in faults.items()} == {
+        "layers one lower": "the output of layer 0 (layer off?)",
+        "layers one higher": "the output of layer 2 (layer off?)",
+        "another row's features": "nothing of this row: another sample's rows",
+        "features one position late": "rows one position late",
+        "features one position early": "rows one position early",
+        "final norm missing": "the output of layer 7",
+        "final norm twice": "the final norm applied twice",
+    }
+    assert all(name in output for name in faults)
+    (project.folder / "metrics/controls.json").unlink()
 
 
 def test_plan_says_nothing_to_do(project: Project) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 from eaglet import drafter, files, rows, server, serving, target
@@ -75,7 +76,7 @@ def check_drafting(running: Server, args: dict[str, Any]) -> Drafting:
         )
     if args.get("speculative_eagle_topk") != 1:
         raise EagletError(f"the server at {running.url} drafts a tree: start it with --speculative-eagle-topk 1")
-    return Drafting(args["speculative_draft_model_path"], args["speculative_num_steps"])
+    return Drafting(Path(args["speculative_draft_model_path"]), args["speculative_num_steps"])
 
 
 def _plain(url: str, model: target.Target) -> Server:
