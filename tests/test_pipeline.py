@@ -341,6 +341,15 @@ def test_a_clone_whose_remote_is_empty_computes_again(project: Project, clone: P
     assert "of the last run" in output and "computing it again" in output
 
 
+def test_a_damaged_plot_is_named(clone: Project) -> None:
+    path = clone.folder / "plots/train/plots/metrics/loss.tsv"
+    good = path.read_bytes()
+    path.write_bytes(good + b"1")
+    assert "plots/train/plots/metrics: not the bytes" in clone.run("eaglet", "verify", check=False)
+    path.write_bytes(good)
+    assert "every checksum holds" in clone.run("eaglet", "verify")
+
+
 def test_a_damaged_shard_is_named(clone: Project) -> None:
     path = next((clone.folder / "data/states/final").iterdir())
     content = bytearray(path.read_bytes())
