@@ -336,6 +336,7 @@ def test_a_clone_whose_remote_is_empty_computes_again(project: Project, clone: P
     project.run("git", "clone", "-q", str(project.folder), str(folder))
     alone = Project(folder, {**project.env, "DVC_SITE_CACHE_DIR": str(folder.parent / "site3")})
     alone.run("dvc", "remote", "add", "-f", "-d", "storage", str(folder.parent / "empty"))
+    assert "data/drafter: missing (run `dvc checkout` or `dvc pull`)" in alone.run("eaglet", "verify", check=False)
     output = alone.repro("extract")
     assert computed(output) == (alone.metrics("generate")["turns"], 4 * alone.metrics("tokenize")["rows"])
     assert "of the last run" in output and "computing it again" in output

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from eaglet.files import sync_folder
+from eaglet.files import file_md5, sync_folder
 from eaglet.paths import DVC_LOCK
 
 
@@ -107,6 +107,19 @@ def cache_path(md5: str) -> Path | None:
 
     with Repo(os.curdir) as repo:
         return _existing(repo, md5)
+
+
+def folder_md5(folder: Path) -> str:
+    """What DVC calls a folder with these files: the md5 of its listing, and ".dir"."""
+    from dvc_data.hashfile.hash_info import HashInfo
+    from dvc_data.hashfile.tree import Tree
+
+    tree = Tree()  # type: ignore[no-untyped-call]
+    for path in folder.rglob("*"):
+        if path.is_file():
+            tree.add(path.relative_to(folder).parts, None, HashInfo("md5", file_md5(path)))
+    tree.digest()
+    return str(tree.hash_info.value)
 
 
 def recorded_stages() -> dict[str, Any]:

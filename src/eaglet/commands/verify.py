@@ -1,12 +1,10 @@
 """verify: read every byte that was stored and compare its checksum."""
 
-import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 from eaglet import files
-from eaglet.dvc_cache import cache_path, recorded_outputs
+from eaglet.dvc_cache import cache_path, folder_md5, recorded_outputs
 from eaglet.errors import EagletError
 from eaglet.paths import STATES, STORE
 from eaglet.progress import progress
@@ -46,7 +44,9 @@ def bad_outputs() -> Iterator[str]:
 def _bad_folder(path: Path, md5: str) -> Iterator[str]:
     listing = cache_path(md5)
     if listing is None:  # one that git keeps, or one whose cache is not here
-        if _folder_md5(path) != md5:
+        if not path.is_dir():
+            yield f"{path}: missing (run `dvc checkout` or `dvc pull`)"
+        elif folder_md5(path) != md5:
             yield f"{path}: not the bytes that dvc.lock names"
         return
     for entry in files.read_json(listing, "train"):
@@ -55,14 +55,6 @@ def _bad_folder(path: Path, md5: str) -> Iterator[str]:
             yield f"{member}: missing (run `dvc checkout` or `dvc pull`)"
         elif files.file_md5(member) != entry["md5"]:
             yield f"{member}: not the bytes that dvc.lock names{_cached(entry['md5'])}"
-
-
-def _folder_md5(path: Path) -> str:
-    """As DVC names a folder: by the list of its files."""
-    members = [member for member in path.rglob("*") if member.is_file()]
-    found = [{"md5": files.file_md5(one), "relpath": one.relative_to(path).as_posix()} for one in members]
-    found.sort(key=lambda entry: entry["relpath"])
-    return hashlib.md5(json.dumps(found, sort_keys=True).encode()).hexdigest() + ".dir"
 
 
 def bad_shards() -> Iterator[str]:
