@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from eaglet import draft_vocab, live, shard, ttt
 from eaglet.drafter import Drafter, DrafterConfig
 from eaglet.layers import FINAL
 from eaglet.loader import Example
-from eaglet.params import TrainParams
+from eaglet.params import load as load_params
 from eaglet.shard import Shard, ShardMeta
 from eaglet.training import Record, Run
 
@@ -119,6 +119,14 @@ def ours(chosen: argparse.Namespace, config: DrafterConfig, make: Make, folder: 
     """A record a step, and the peak of GPU memory in bytes."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     vocab = draft_vocab.choose(torch.zeros(config.vocab_size, dtype=torch.int64), config.draft_vocab_size, set())
+    params = replace(
+        load_params(Path(__file__).parents[1] / "params.yaml").train,
+        ttt_steps=chosen.ttt_steps,
+        epochs=1,
+        batch_tokens=chosen.tokens,
+        micro_batch_tokens=chosen.tokens,
+        validation=0.0,
+    )
     examples = []
     for seed in range(chosen.rows):
         load = make(chosen, seed)
@@ -130,29 +138,10 @@ def ours(chosen: argparse.Namespace, config: DrafterConfig, make: Make, folder: 
                 known.choice,
                 load,
                 t2d=vocab.t2d,
-                steps=chosen.ttt_steps,
-                out_of_vocab="mask",
+                steps=params.ttt_steps,
+                out_of_vocab=params.out_of_vocab,
             )
         )
-    params = TrainParams(
-        ttt_steps=chosen.ttt_steps,
-        epochs=1,
-        batch_tokens=chosen.tokens,
-        micro_batch_tokens=chosen.tokens,
-        optimizer="adamw",
-        learning_rate=1e-4,
-        weight_decay=0.0,
-        warmup_ratio=0.0,
-        loss_decay=0.8,
-        grad_clip=0.5,
-        sharpen=0.0,
-        dropout=0.0,
-        average=0.0,
-        out_of_vocab="mask",
-        head_init="target",
-        validation=0.0,
-        seed=0,
-    )
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     generator = torch.Generator(device).manual_seed(0)

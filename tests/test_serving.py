@@ -42,21 +42,19 @@ def test_a_reply() -> None:
         serving.served({"output_ids": [5, 6], "meta_info": meta})
 
 
-def test_summary_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_by_hand() -> None:
     rows: list[Any] = [type("R", (), {"source": name}) for name in ("code", "tasks")]
     drafted = Pass(1, [Served([1, 2, 3, 4], 2), Served([5, 6], 1)], 1.0)
     full = Pass(8, [Served([1, 2, 3, 4], 2), Served([5, 6], 1), Served([1, 2, 3, 9], 2)], 0.5)
     plain = Pass(1, [Served([1, 2, 3, 4], 0), Served([5, 6], 0)], 3.0)
     plain_full = Pass(8, [Served([1, 2, 3, 4], 0), Served([5, 7], 0), Served([1, 2, 3, 4], 0)], 1.0)
-    numbers = served.summary(
-        rows, 5, served.Served(drafted, [drafted, full]), served.Served(plain, [plain, plain_full])
-    )
+    numbers = served.summary(rows, 5, [drafted, full], [plain, plain_full])
     assert numbers["acceptance_length"] == 2.0 and numbers["emitted_per_cycle"] == pytest.approx(4 / 3)
     assert numbers["by_source"] == {"code": 2.0, "tasks": 2.0}
     first, second = numbers["batches"]
     assert (first["speed_up"], first["changed"], first["batch_noise"]) == (3.0, 0, 0)
     assert (second["speed_up"], second["changed"], second["batch_noise"]) == (2.0, 2, 1)
-    alone = served.summary(rows, 5, served.Served(drafted, [drafted]), None)
+    alone = served.summary(rows, 5, [drafted], None)
     assert alone["batches"][0]["speed_up"] is None and alone["batches"][0]["changed"] is None
 
 

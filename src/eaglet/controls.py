@@ -40,14 +40,18 @@ def _moved(by: int) -> FeatureFault:
     return moved
 
 
+def _final(row: Reference) -> Tensor:
+    return row.final
+
+
 # name → the features, and the state after the target's final norm
 FAULTS: Mapping[str, tuple[FeatureFault, Callable[[Reference], Tensor]]] = {
-    "right": (_right, lambda row: row.final),
-    "layers one lower": (_lower, lambda row: row.final),
-    "layers one higher": (_higher, lambda row: row.final),
-    "another row's features": (_other_row, lambda row: row.final),
-    "features one position late": (_moved(1), lambda row: row.final),
-    "features one position early": (_moved(-1), lambda row: row.final),
+    "right": (_right, _final),
+    "layers one lower": (_lower, _final),
+    "layers one higher": (_higher, _final),
+    "another row's features": (_other_row, _final),
+    "features one position late": (_moved(1), _final),
+    "features one position early": (_moved(-1), _final),
     "final norm missing": (_right, lambda row: row.outputs[-1]),
     "final norm twice": (_right, lambda row: row.final_twice),
 }

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,12 @@ class Row:
     def sample(self) -> str:
         """The name of the row's hidden states: they follow from its token ids."""
         return hashlib.sha256(self.input_ids.astype("<i4").tobytes()).hexdigest()[:32]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """What stands before the first answer."""
+        ids: list[int] = self.input_ids[: self.turn_starts[0]].tolist()
+        return ids
 
     @property
     def span_ids(self) -> npt.NDArray[np.int64]:
@@ -101,3 +108,19 @@ def read(path: Path) -> list[Row]:
             raise EagletError(f"{path}: row {number + 1} ({name}) is damaged: run `dvc repro --force tokenize`")
         rows.append(row)
     return rows
+
+
+def heldout(path: Path, count: int) -> list[Row]:
+    """Up to `count` held-out rows, one source after the other in turn.
+
+    Raises:
+        EagletError: none is held out; or as `read`.
+    """
+    by_source: dict[str, list[Row]] = {}
+    for row in read(path):
+        if row.heldout:
+            by_source.setdefault(row.source, []).append(row)
+    if not by_source:
+        raise EagletError("no prompts are held out: give a file of params.yaml prompts.files a heldout above 0")
+    turns = zip_longest(*by_source.values())
+    return [row for turn in turns for row in turn if row is not None][:count]

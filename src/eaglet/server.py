@@ -263,14 +263,12 @@ def launch(
     target: Target,
     capture: Mapping[str, str] | None,
     drafting: Drafting | None = None,
-    more: Sequence[str] = (),
 ) -> Server:
     """A server of the target on this machine, not started yet.
 
     Args:
         capture: the plugin's environment; None for a server that only answers.
         drafting: what it answers with beside the target.
-        more: arguments of sglang.launch_server; those of params win.
 
     Raises:
         EagletError: the environment lacks SGLang or the plugin, or the machine the GPUs.
@@ -310,7 +308,6 @@ def launch(
         command += no_graphs
     if drafting is not None:
         command += drafting.arguments()
-    command += more
     command += params.args  # last, so that they win
     environment = {**os.environ, **(capture or {}), "HF_HUB_OFFLINE": "1"}
     if gpus == 0 and params.tp > 1:

@@ -6,7 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from eaglet.engines.sglang import sampling_params
 from eaglet.errors import EagletError
+from eaglet.params import GenerateParams
 from eaglet.server import Rejected, Server, Unreachable
 
 
@@ -45,10 +47,11 @@ def measure(
     Raises:
         EagletError: a request was refused, or not answered.
     """
-    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop_token_ids": sorted(end_ids)}
+    greedy = GenerateParams(True, max_new_tokens, temperature=0.0, top_p=1.0, top_k=0, seed=0)
 
     def put(prompt: Sequence[int]) -> Served:
         try:
+            sampling = sampling_params(greedy, prompt, end_ids)
             reply = server.post("/generate", {"input_ids": list(prompt), "sampling_params": sampling})
         except (Rejected, Unreachable) as error:
             raise EagletError(f"the SGLang server at {server.url} did not answer: {server.died() or error}") from None
@@ -77,7 +80,7 @@ def served(reply: dict[str, Any]) -> Served:
 
 
 def acceptance_length(answers: Iterable[Served]) -> float:
-    """Σ tokens / Σ verify cycles, as SGLang counts; 0 where there was no cycle."""
+    """Σ tokens / Σ verify cycles, as SGLang counts; answers that took no cycle are divided by one."""
     tokens, cycles = map(sum, zip(*((len(one.output_ids), one.cycles) for one in answers), strict=True))
     return tokens / max(1, cycles)
 

@@ -1,22 +1,22 @@
 """evaluate --controls: the drafter on held-out rows whose states are wrong on purpose, beside the right ones."""
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eaglet import audit, drafter, files, rows, target, ttt
 from eaglet.audit import Reference
 from eaglet.controls import FAULTS
+from eaglet.draft_vocab import DraftVocabulary
 from eaglet.errors import EagletError
 from eaglet.layers import FINAL, stream
 from eaglet.loader import Example
-from eaglet.params import AuditParams, Params
+from eaglet.params import AuditParams, Params, TrainParams
 from eaglet.paths import DRAFTER, METRICS, ROWS
 from eaglet.progress import progress
 from eaglet.rows import Row
-from eaglet.stages.evaluate import spread
 from eaglet.training import Scorer
 
 
@@ -27,34 +27,27 @@ def run(params: Params) -> None:
         EagletError: fewer than two held-out rows.
     """
     model = target.load(params.target)
-    chosen = spread([row for row in rows.read(ROWS) if row.heldout], params.evaluate.prompts)
+    chosen = rows.heldout(ROWS, params.evaluate.prompts)
     if len(chosen) < 2:
         raise EagletError("controls need two held-out rows: raise evaluate.prompts, or a file's heldout")
     layers = drafter.read_layers(DRAFTER)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     draft, vocab = drafter.load(DRAFTER, model.embedding().to(device))
-    scorer = Scorer(draft, model.head(), vocab, params.train, torch.float32)
-    network, head, truths = model.model(), model.head().float().to(device), list[Reference]()
+    head = model.head().to(device)
+    scorer = Scorer(draft, head, vocab, params.train, torch.float32)
+    network, truths = model.model(), list[Reference]()
     with progress("controls", sum(len(row.input_ids) for row in chosen), len(chosen)) as shown:
         for row in chosen:
             truths.append(audit.reference(network, row.input_ids.tolist()))
             shown.add(rows=1, tokens=len(row.input_ids))
+    # Most faults leave the final state right: what the target chooses after it is computed once for them.
+    choices = {final: [audit.choices(final(truth), head) for truth in truths] for _, final in FAULTS.values()}
     found = {}
-    for name in FAULTS:
-        documents = list(wrong(name, layers, chosen, truths, head))
-        examples = [
-            Example.of(
-                row.id,
-                document.span_ids,
-                document.choice,
-                partial(_same, document),
-                t2d=vocab.t2d,
-                steps=params.train.ttt_steps,
-                out_of_vocab=params.train.out_of_vocab,
-            )
-            for row, document in zip(chosen, documents, strict=True)
-        ]
-        measured = scorer.evaluate(examples)
+    for name, (_, final) in FAULTS.items():
+        documents = wrong(name, layers, chosen, truths, choices[final])
+        measured = scorer.evaluate(
+            [example(row, document, vocab, params.train) for row, document in zip(chosen, documents, strict=True)]
+        )
         found[name] = {
             "simulated_acceptance_length": measured["simulated_acceptance_length"],
             "acc": measured["acc"],
@@ -65,19 +58,33 @@ def run(params: Params) -> None:
 
 
 def wrong(
-    fault: str, layers: Sequence[int], chosen: Sequence[Row], truths: Sequence[Reference], head: torch.Tensor
-) -> Iterator[ttt.Document]:
-    """The rows with a fault in their states; the row before is the other one. `head` is float32 [V, H]."""
+    fault: str, layers: Sequence[int], chosen: Sequence[Row], truths: Sequence[Reference], choices: Sequence[Tensor]
+) -> list[ttt.Document]:
+    """The rows with a fault in their states, of which `choices` are the target's; the row before is the other one."""
     features, final = FAULTS[fault]
-    for place, (row, truth) in enumerate(zip(chosen, truths, strict=True)):
-        states = final(truth)
-        yield ttt.Document(
+    return [
+        ttt.Document(
             input_ids=torch.from_numpy(row.input_ids).long(),
             span_ids=torch.from_numpy(row.span_ids),
-            choice=audit.choices(states, head),
+            choice=choices[place],
             streams=features(layers, truth, truths[place - 1]),
-            final=states,
+            final=final(truth),
         )
+        for place, (row, truth) in enumerate(zip(chosen, truths, strict=True))
+    ]
+
+
+def example(row: Row, document: ttt.Document, vocab: DraftVocabulary, params: TrainParams) -> Example:
+    """A row that is there already, counted."""
+    return Example.of(
+        row.id,
+        document.span_ids,
+        document.choice,
+        lambda: document,
+        t2d=vocab.t2d,
+        steps=params.ttt_steps,
+        out_of_vocab=params.out_of_vocab,
+    )
 
 
 def audited(document: ttt.Document, layers: Sequence[int], truth: Reference, bounds: AuditParams) -> str | None:
@@ -98,7 +105,3 @@ def show(found: dict[str, dict[str, Any]]) -> None:
         length = one["simulated_acceptance_length"]
         change = f"{length / right - 1:+8.1%}" if name != "right" else " " * 8
         print(f"{name:30}{length:10.3f}{change}{one['acc'][0]:7.3f}  {one['audit'] or 'right'}")
-
-
-def _same(document: ttt.Document) -> ttt.Document:
-    return document

@@ -1,7 +1,7 @@
 """evaluate --server: the held-out prompts through SGLang, with the drafter and without."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,8 @@ from eaglet.progress import Progress, progress
 from eaglet.rows import Row
 from eaglet.server import Drafting, Server
 from eaglet.serving import Pass
-from eaglet.stages.evaluate import spread
 
 BATCHES = (1, 8, 32)
-
-
-@dataclass(frozen=True)
-class Served:
-    """A server's passes: batch 1 over every prompt once, and each batch over enough requests to stay full."""
-
-    once: Pass
-    passes: list[Pass]
 
 
 def run(params: Params, url: str | None) -> None:
@@ -43,14 +34,12 @@ def run(params: Params, url: str | None) -> None:
             "SGLang gives a drafter of Gemma 3 what a layer adds, without the residual, and not the streams that it "
             "was trained on: it cannot be served there"
         )
-    chosen = spread([row for row in rows.read(ROWS) if row.heldout], params.evaluate.prompts)
-    if not chosen:
-        raise EagletError("no prompts are held out: give a file of params.yaml prompts.files a heldout above 0")
+    chosen = rows.heldout(ROWS, params.evaluate.prompts)
     drafter.read(DRAFTER)
     drafting = Drafting(DRAFTER.absolute(), params.evaluate.draft_steps)
     if url is None:
         with_drafter = _started(params, model, drafting, chosen)
-        without: Served | None = _started(params, model, None, chosen)
+        without: list[Pass] | None = _started(params, model, None, chosen)
     else:
         running = Server(url)
         drafting = check_drafting(running, server.check_target(running, model))
@@ -87,10 +76,11 @@ def _plain(url: str, model: target.Target) -> Server:
     return found
 
 
-def _started(params: Params, model: target.Target, drafting: Drafting | None, chosen: Sequence[Row]) -> Served:
+def _started(params: Params, model: target.Target, drafting: Drafting | None, chosen: Sequence[Row]) -> list[Pass]:
     """The passes of a server that is started for them. Nothing is cached: a prompt that comes twice costs twice."""
     launch = params.engine.launch
-    found = server.launch(launch, model, None, drafting, ["--disable-radix-cache"])
+    launch = replace(launch, args=["--disable-radix-cache", *launch.args])
+    found = server.launch(launch, model, None, drafting)
     try:
         found.start()
         return _passes(found, model, params, chosen)
@@ -98,8 +88,9 @@ def _started(params: Params, model: target.Target, drafting: Drafting | None, ch
         found.stop()
 
 
-def _passes(found: Server, model: target.Target, params: Params, chosen: Sequence[Row]) -> Served:
-    prompts = [row.input_ids[: row.turn_starts[0]].tolist() for row in chosen]
+def _passes(found: Server, model: target.Target, params: Params, chosen: Sequence[Row]) -> list[Pass]:
+    """One for each of BATCHES: batch 1 over every prompt once, the others over enough requests to stay full."""
+    prompts = [row.prompt_ids for row in chosen]
     limit, passes = params.evaluate.max_new_tokens, list[Pass]()
     for batch in BATCHES:
         full = prompts if batch == 1 else list(islice(cycle(prompts), max(len(prompts), 3 * batch)))
@@ -109,22 +100,24 @@ def _passes(found: Server, model: target.Target, params: Params, chosen: Sequenc
                 shown.add(rows=1, tokens=len(one.output_ids))
 
             passes.append(serving.measure(found, full, batch, limit, model.end_ids, on_answer))
-    return Served(passes[0], passes)
+    return passes
 
 
-def summary(chosen: Sequence[Row], steps: int, with_drafter: Served, without: Served | None) -> dict[str, Any]:
+def summary(
+    chosen: Sequence[Row], steps: int, with_drafter: Sequence[Pass], without: Sequence[Pass] | None
+) -> dict[str, Any]:
     """The numbers, those of a server without a drafter null where there was none.
 
     `changed` counts the answers that are not the same with the drafter; `batch_noise` those that the server without
     it writes otherwise at this batch than at batch 1.
     """
     by_source: dict[str, list[serving.Served]] = {}
-    for row, one in zip(chosen, with_drafter.once.served, strict=True):
+    for row, one in zip(chosen, with_drafter[0].served, strict=True):
         by_source.setdefault(row.source, []).append(one)
     batches = []
-    for place, drafted in enumerate(with_drafter.passes):
-        plain = without.passes[place] if without else None
-        alone = without and islice(cycle(without.once.served), len(drafted.served))
+    for place, drafted in enumerate(with_drafter):
+        plain = without[place] if without else None
+        alone = without and islice(cycle(without[0].served), len(drafted.served))
         batches.append(
             {
                 "batch": drafted.batch,
@@ -140,8 +133,8 @@ def summary(chosen: Sequence[Row], steps: int, with_drafter: Served, without: Se
     return {
         "prompts": len(chosen),
         "draft_steps": steps,
-        "acceptance_length": serving.acceptance_length(with_drafter.once.served),
-        "emitted_per_cycle": serving.emitted_per_cycle(with_drafter.once.served),
+        "acceptance_length": serving.acceptance_length(with_drafter[0].served),
+        "emitted_per_cycle": serving.emitted_per_cycle(with_drafter[0].served),
         "by_source": {name: serving.acceptance_length(found) for name, found in sorted(by_source.items())},
         "batches": batches,
     }

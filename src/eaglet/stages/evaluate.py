@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 from eaglet import drafter, files, rows, target
 from eaglet.acceptance import Chain, acceptance_length, capture_with_hooks, decode, greedy
@@ -28,9 +27,7 @@ def run(params: Params) -> None:
     In float32, where ties do not blur it: the output must be the target's own, token for token.
     """
     model = target.load(params.target)
-    chosen = spread([row for row in rows.read(ROWS) if row.heldout], params.evaluate.prompts)
-    if not chosen:
-        raise EagletError("no prompts are held out: give a file of params.yaml prompts.files a heldout above 0")
+    chosen = rows.heldout(ROWS, params.evaluate.prompts)
     network = model.model("float32")
     draft, vocab = drafter.load(DRAFTER, model.embedding().to(network.device))
     capture = capture_with_hooks(drafter.read_layers(DRAFTER))
@@ -38,18 +35,17 @@ def run(params: Params) -> None:
     limit = params.evaluate.max_new_tokens
     with progress("evaluate", len(chosen) * limit, len(chosen)) as shown:
         for row in chosen:
-            prompt = row.input_ids[: row.turn_starts[0]].tolist()
             chain = decode(
                 network,
                 draft,
                 vocab,
-                prompt,
+                row.prompt_ids,
                 capture=capture,
                 steps=params.evaluate.draft_steps,
                 max_new_tokens=limit,
                 eos_ids=model.end_ids,
             )
-            decoded.append(Decoded(row, chain, greedy(network, prompt, limit, model.end_ids)))
+            decoded.append(Decoded(row, chain, greedy(network, row.prompt_ids, limit, model.end_ids)))
             shown.add(rows=1, tokens=len(chain.output_ids))
     write_metrics(decoded, params.evaluate.draft_steps)
     different = [one.row.id for one in decoded if one.chain.output_ids != one.own]
@@ -61,15 +57,6 @@ def run(params: Params) -> None:
     print(
         f"evaluate: acceptance length {acceptance_length([one.chain for one in decoded]):.3f} on {len(decoded)} prompts"
     )
-
-
-def spread(heldout: Sequence[Row], count: int) -> list[Row]:
-    """Up to `count` rows, one source after the other in turn."""
-    by_source: dict[str, list[Row]] = {}
-    for row in heldout:
-        by_source.setdefault(row.source, []).append(row)
-    turns = zip_longest(*by_source.values())
-    return [row for turn in turns for row in turn if row is not None][:count]
 
 
 def write_metrics(decoded: Sequence[Decoded], steps: int) -> None:
