@@ -138,3 +138,26 @@ def test_decoding_is_what_training_unrolled() -> None:
             torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-4)
         logits: Tensor = ttt.logits(drafter, taught, padded, STEPS)
         assert w.vocab.target_ids[logits[:, last].argmax(-1)].tolist() == drafted
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_teacher_forced_rows_give_the_same_chains(trained: bool) -> None:
+    """Tokens and cycles of decoded greedy answers, from one pass over them."""
+    w = world()
+    drafter = w.trained if trained else new_drafter(w.model, w.vocab)
+    head = w.model.lm_head.weight.detach()
+    documents, decoded = [], []
+    for number in (0, 1, 100, 101):
+        decoded.append(decode(drafter, number))
+        given, written = prompt(number), decoded[-1].output_ids
+        ids = torch.tensor(given + written)
+        with torch.no_grad():
+            states = w.model(ids[None], output_hidden_states=True).hidden_states
+        final = states[-1][0]
+        spans = torch.tensor([0] * len(given) + [1] * len(written))
+        streams = [states[layer + 1][0] for layer in LAYERS]
+        documents.append(ttt.Document(ids, spans, ttt.teacher_choice(final, head), streams, final))
+    batch = ttt.pack(documents, w.vocab.t2d, steps=STEPS, out_of_vocab="mask")
+    found = ttt.sums(drafter, batch, head[w.vocab.target_ids], w.vocab, torch.ones(STEPS))
+    accepted = [count for chain in decoded for count in chain.accepted]
+    assert ttt.chain(found.right, batch.layout.segments) == (sum(accepted), len(accepted))

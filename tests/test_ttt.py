@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from eaglet import draft_vocab, loss, ttt
+from eaglet.attention import Segments
 from eaglet.draft_vocab import DraftVocabulary
 from eaglet.drafter import Drafter, DrafterConfig
 
@@ -185,7 +186,7 @@ def test_sums_are_those_of_single_rows(mode: ttt.OutOfVocab) -> None:
     losses, loss_rows, rows, hits = direct_sums(drafter, documents, 3, mode)
     torch.testing.assert_close(found.losses, losses)
     torch.testing.assert_close(found.loss.detach(), losses.sum())
-    assert found.hits.tolist() == hits.tolist()
+    assert found.right.sum(1).tolist() == hits.tolist()
     batch = pack(documents, 3, mode)
     assert torch.bincount(batch.loss_step, minlength=3).tolist() == loss_rows.tolist()
     assert rows.tolist() == [4 + 1 + 1 + 5 + 2 + 2, 3 + 1 + 4 + 1 + 1, 2 + 3]
@@ -208,7 +209,7 @@ def test_masked_and_renormalised_by_hand() -> None:
         found = sums(drafter, [document], 2, mode, draft_head)  # type: ignore[arg-type]
         later = 0.0 if mode == "mask" else math.log(5)
         torch.testing.assert_close(found.losses, torch.tensor([rows * math.log(5), later]))
-        assert found.hits.tolist() == [0, 0]  # the argmax of equal logits is draft id 0, which is target id 1
+        assert found.right.sum(1).tolist() == [0, 0]  # the argmax of equal logits is draft id 0, which is target id 1
     # Sharpened, q being uniform still: p changes, Σ p = 1 does not.
     batch = pack([document], 1)
     sharp = ttt.sums(drafter, batch, draft_head, VOCAB, torch.ones(1), sharpen=0.7)
@@ -247,7 +248,7 @@ def test_draft_ids_are_mapped_by_offsets() -> None:
         drafter.lm_head.weight[2] = features[0]
     for choice, hits in ((5, 1), (3, 0), (2, 0)):
         document.choice[:] = choice
-        assert sums(drafter, [document], 1, "renormalise").hits.tolist() == [hits]
+        assert sums(drafter, [document], 1, "renormalise").right.sum(1).tolist() == [hits]
 
 
 @pytest.mark.parametrize("mode", ["mask", "renormalise"])
@@ -341,3 +342,18 @@ def test_accuracy_and_simulated_acceptance_length_by_hand() -> None:
 def test_vocabulary_of_these_tests() -> None:
     checked = draft_vocab.check(VOCAB.d2t, VOCAB.t2d, "here")
     assert checked.target_ids.tolist() == [1, 2, 5, 7, 10]
+
+
+def test_a_chain_by_hand() -> None:
+    """Two answers: of six rows, accepting 2, -, -, 0, 1, -, and of two rows, accepting 0 and 0."""
+    right = torch.tensor(
+        [
+            [1, 1, 0, 0, 1, 1, 0, 0],
+            [1, 0, 1, 1, 0, 0, 1, 0],  # a later step that is right behind a wrong one is not accepted
+        ],
+        dtype=torch.bool,
+    )
+    segments = Segments.of([6, 2], [9, 12])
+    assert ttt.chain(right, segments) == (8, 5)
+    assert ttt.chain(right[:1], segments) == (8, 6)
+    assert ttt.chain(torch.zeros_like(right), segments) == (8, 8)

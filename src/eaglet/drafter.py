@@ -157,7 +157,6 @@ class Drafter(nn.Module):
             )
         self.config = config
         self.register_buffer("embedding", embedding, persistent=False)
-        # Not a buffer: `.to(bfloat16)` would round the frequencies.
         self.frequencies, self.rope_factor = rope_frequencies(config)
         self.fc = nn.Linear(3 * config.hidden_size, config.hidden_size, bias=False)
         self.midlayer = _MidLayer(config)
@@ -168,6 +167,12 @@ class Drafter(nn.Module):
             if parameter.dim() == 2:  # uniform in ±1/√fan_in, PyTorch's default for linear layers
                 bound = parameter.shape[1] ** -0.5
                 nn.init.uniform_(parameter, -bound, bound, generator=generator)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Drafter":
+        """What moves a module: the frequencies go to the device too, but are never rounded as a buffer would be."""
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.frequencies = self.frequencies.to(self.fc.weight.device)
+        return self
 
     def init_from_target(self, head_weight: Tensor, vocab: DraftVocabulary) -> None:
         """Let lm_head start from the target head's [V, H] rows of the draft vocabulary."""
@@ -242,7 +247,7 @@ class Drafter(nn.Module):
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """RoPE (Su et al. 2021) in the half-split layout of Llama: [R, n, d] at positions [R]."""
-        angles = positions[:, None, None] * self.frequencies.to(x.device)  # [R, 1, d/2]
+        angles = positions[:, None, None] * self.frequencies  # [R, 1, d/2]
         cos, sin = ((f * self.rope_factor).to(x.dtype) for f in (angles.cos(), angles.sin()))
         first, second = x.chunk(2, dim=-1)
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

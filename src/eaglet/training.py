@@ -110,7 +110,8 @@ class Scorer:
         """Loss and simulated acceptance of the drafter as it is, over all ranks.
 
         Returns:
-            {"loss", "acc": [K], "rows": [K] counted, "simulated_acceptance_length"}.
+            {"loss", "acc": [K], "rows": [K] counted, "simulated_acceptance_length", "acceptance_length": of
+            `ttt.chain`}.
 
         Raises:
             EagletError: no counted row.
@@ -124,18 +125,22 @@ class Scorer:
         mine = loader.share(range(len(chosen)), lengths, _ranks())[_rank()]
         groups = loader.fill(mine, lengths, self.params.micro_batch_tokens)
         losses, hits = self.zeros()
+        emitted = torch.zeros(2, dtype=torch.int64, device=self.device)
         for micro in self.loader.batches([chosen[index] for index in group] for group in groups):
             part = self.sums(micro, weights)
             losses += part.losses
-            hits += part.hits
-        _sum_over_ranks(losses)
-        _sum_over_ranks(hits)
+            hits += part.right.sum(1)
+            emitted += torch.tensor(ttt.chain(part.right, micro.layout.segments), device=self.device)
+        for total in (losses, hits, emitted):
+            _sum_over_ranks(total)
+        tokens, cycles = emitted.tolist()
         acc = ttt.accuracy(hits.cpu(), rows)
         return {
             "loss": float((losses * weights).sum()),
             "acc": acc,
             "rows": rows.tolist(),
             "simulated_acceptance_length": ttt.simulated_acceptance_length(acc),
+            "acceptance_length": tokens / cycles,
         }
 
     def zeros(self) -> tuple[Tensor, Tensor]:
@@ -252,7 +257,7 @@ class Run:
             part = self.scorer.sums(micro, weights)
             part.loss.backward()  # type: ignore[no-untyped-call]
             losses += part.losses.detach()
-            hits += part.hits
+            hits += part.right.sum(1)
             self._flops += 3 * operations(self.drafter, micro)
         parameters = list(self.drafter.parameters())
         for parameter in parameters:

@@ -252,12 +252,12 @@ class Sums:
     Attributes:
         loss: Σ over loss rows of weight · (−Σ p log q), a number; carries the gradient.
         losses: [K], Σ over loss rows of −Σ p log q.
-        hits: int64 [K], rows where the draft's argmax is the target's. Rows out of the loss are misses.
+        right: bool [K, P], where the draft's argmax is the target's. Rows out of the loss are misses.
     """
 
     loss: Tensor
     losses: Tensor
-    hits: Tensor
+    right: Tensor
 
 
 def sums(
@@ -277,12 +277,9 @@ def sums(
     at, each = batch.loss_row + batch.loss_step, weights[batch.loss_step]
     loss, losses, chosen = soft_cross_entropy(features, drafter.lm_head.weight, teacher, at, each, sharpen)
     steps = torch.zeros(len(stacked), dtype=losses.dtype, device=losses.device)
-    right = (vocab.target_ids[chosen] == batch.labels).long()
-    return Sums(
-        loss,
-        steps.index_add(0, batch.loss_step, losses),
-        torch.zeros_like(steps, dtype=torch.int64).index_add(0, batch.loss_step, right),
-    )
+    right = torch.zeros(stacked.shape[:2], dtype=torch.bool, device=losses.device)
+    right[batch.loss_step, batch.loss_row] = vocab.target_ids[chosen] == batch.labels
+    return Sums(loss, steps.index_add(0, batch.loss_step, losses), right)
 
 
 def loss_weights(loss_rows: Tensor, decay: float) -> Tensor:
@@ -293,6 +290,28 @@ def loss_weights(loss_rows: Tensor, decay: float) -> Tensor:
 def accuracy(hits: Tensor, rows: Tensor) -> list[float]:
     """acc_k: hits over counted rows, both int64 [K]; 0 for a step without rows."""
     return (hits / rows.clamp(min=1)).tolist()
+
+
+def chain(right: Tensor, segments: Segments) -> tuple[int, int]:
+    """What greedy chains of K drafted tokens would emit in the answers of a batch: tokens, and verify cycles.
+
+    A cycle at row t accepts the steps up to the first that is wrong, emits one token more, and the next cycle is
+    behind them. As long as every step was right, what the drafter reads is what it wrote itself: where the answers
+    are the target's greedy ones, teacher-forced rows give what `acceptance.decode` gives, tokens cut off by an
+    answer's end not counted.
+
+    Args:
+        right: bool [K, P], see `Sums`.
+    """
+    accepted = right.long().cumprod(0).sum(0).tolist()  # [P]
+    tokens = cycles = 0
+    for rows, _ in segments.slices():
+        place = rows.start
+        while place < rows.stop:
+            place += accepted[place] + 1
+            cycles += 1
+        tokens += rows.stop - rows.start
+    return tokens, cycles
 
 
 def simulated_acceptance_length(acc: Sequence[float]) -> float:
